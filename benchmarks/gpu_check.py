@@ -248,6 +248,10 @@ PARTS = {
             "kernels by launch",
             (PYTHON, "-m", "benchmarks.kernels.times", "--out", str(RESULTS / "kernel_times.md")),
         ),
+        Check(
+            "FLuRKA, fused and composed",
+            (PYTHON, "-m", "benchmarks.kernels.composed", "--out", str(RESULTS / "gpu_flurka_composed.md")),
+        ),
         Check("ncu", NCU),
         _attention_benchmark(2**16, "--repeats", "10"),
     ),

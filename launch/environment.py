@@ -27,7 +27,7 @@ def free_port(number: int) -> int:
     raise UserError(f"every port from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} is taken on this machine")
 
 
-_BACKENDS = ("chunked", "reference", "triton")
+_BACKENDS = ("chunked", "reference", "triton", "composed")
 
 
 def check_backend(env: Mapping[str, str] = os.environ) -> None:

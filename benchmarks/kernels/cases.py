@@ -167,6 +167,7 @@ def flurka_case(
     heads: int = 1,
     matrix: torch.dtype | None = None,
     shard: bool = False,
+    backend: str = "triton",
 ) -> None:
     """One sequence, by default so long that segments have their full length, in blocks of 64 with 8 landmarks.
 
@@ -192,7 +193,7 @@ def flurka_case(
         rotary=Rotary(width),
         positions=torch.zeros(1, length, dtype=torch.int64) if packed else length * shard,
         exchange=_Returned if shard else None,
-        backend="triton",
+        backend=backend,
     )
     out.backward(torch.empty_like(out))
 
@@ -324,6 +325,11 @@ CASES: dict[str, Case] = {
     "FLuRKA elu d=64, decay": _flurka("elu", 64, decays=True),
     "FLuRKA elu d=128, decay": _flurka("elu", 128, decays=True),
     "FLuRKA favor d=64, one normalizer, decay": _flurka("favor", 64, gated=False, decays=True),
+    "FLuRKA hedgehog d=64, composed": _flurka("hedgehog", 64, backend="composed"),
+    "FLuRKA hedgehog d=128, composed": _flurka("hedgehog", 128, backend="composed"),
+    "FLuRKA favor d=128, one normalizer, documents, composed": _flurka(
+        "favor", 128, gated=False, packed=True, backend="composed"
+    ),
     "FLuRKA, one token, elu d=64": partial(flurka_step_case, "elu", 64),
     "FLuRKA, one token, hedgehog d=64": partial(flurka_step_case, "hedgehog", 64),
     "FLuRKA, one token, hedgehog d=64, kernel window": partial(

@@ -14,6 +14,8 @@ import torch
 VARIABLE = "MEGAKERNEL_BACKEND"
 EVERYWHERE = "chunked"
 KERNELS = "triton"
+COMPOSED = "composed"
+"""FLuRKA's kernels, taken apart: an experiment, see `flurka_attention.composed`. Never chosen by default."""
 LIBRARY = "liger"
 """Liger-Kernel's Triton kernels."""
 
@@ -25,10 +27,13 @@ class Kernels:
     The module's `unsupported` takes the same arguments and returns why the kernels cannot take them, or None.
     """
 
-    def __init__(self, op: str, load: Callable[[], ModuleType], function: str = "attend") -> None:
+    def __init__(
+        self, op: str, load: Callable[[], ModuleType], function: str = "attend", backend: str | None = None
+    ) -> None:
         self.op = op
         self.load = load
         self.function = function
+        self.backend = backend or (KERNELS if function == "attend" else LIBRARY)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the kernels; ValueError with the reason if they cannot take the arguments."""
@@ -36,8 +41,7 @@ class Kernels:
 
         reason = unsupported_device(args[0].device) or self.reason_against(*args, **kwargs)
         if reason is not None:
-            backend = KERNELS if self.function == "attend" else LIBRARY
-            raise ValueError(f"backend='{backend}': {reason}; take backend='{EVERYWHERE}'")
+            raise ValueError(f"backend='{self.backend}': {reason}; take backend='{EVERYWHERE}'")
         return self.function_of_module()(*args, **kwargs)
 
     def reason_against(self, *args: Any, **kwargs: Any) -> str | None:
@@ -59,11 +63,11 @@ def choose(implementations: Mapping[str, Implementation], backend: str | None) -
     """The implementation named by `backend`, else by the environment's MEGAKERNEL_BACKEND, else the fastest.
 
     The fastest is the Triton (else Liger) one for tensors on a GPU if it supports the arguments, else the chunked one.
-    MEGAKERNEL_BACKEND=triton applies to ops with Triton kernels; the others run their fastest implementation. It runs
-    without autocast: see `in_own_dtypes`.
+    MEGAKERNEL_BACKEND=triton applies to ops with Triton kernels, composed to FLuRKA; the others run their fastest
+    implementation. It runs without autocast: see `in_own_dtypes`.
     """
     name = backend or os.environ.get(VARIABLE) or None
-    if name is None or (name == KERNELS and not backend and KERNELS not in implementations):
+    if name is None or (name in (KERNELS, COMPOSED) and not backend and name not in implementations):
         chosen: Implementation = partial(_fastest, implementations)
     elif name in implementations:
         chosen = implementations[name]

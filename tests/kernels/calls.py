@@ -55,16 +55,16 @@ def one_token(feature_map: str) -> None:
     )
 
 
-def flurka(feature_map: str, near: str, **options) -> Tensor:
+def flurka(feature_map: str, near: str, backend: str = "triton", **options) -> Tensor:
     pools = {name: parameter(HEADS, 4, 32) for name in ("pool_keys", "pool_values")}
     if near == "softmax":
-        options["gate"] = parameter(BATCH, QUERY_HEADS, LENGTH)
+        options = {"gate": parameter(BATCH, QUERY_HEADS, LENGTH), **options}
     if feature_map != "elu":
         options["projection"] = parameter(HEADS, WIDTH, WIDTH)
     q, k, v = tokens(QUERY_HEADS), tokens(HEADS), tokens(HEADS)
-    return flurka_attention(
-        q, k, v, feature_map=feature_map, near=near, **pools, backend="triton", **options
-    )[0]
+    return flurka_attention(q, k, v, feature_map=feature_map, near=near, **pools, backend=backend, **options)[
+        0
+    ]
 
 
 def weighted(similarity: str) -> Tensor:
@@ -108,6 +108,10 @@ FORWARD: dict[str, Callable[[], Tensor]] = {
     "FLuRKA elu": partial(flurka, "elu", "softmax"),
     "FLuRKA favor, 2 blocks, documents": lambda: flurka("favor", "softmax", blocks=2, positions=documents()),
     "FLuRKA hedgehog, kernel window": partial(flurka, "hedgehog", "kernel"),
+    "FLuRKA hedgehog, composed": partial(flurka, "hedgehog", "softmax", "composed"),
+    "FLuRKA favor, one normalizer, documents, composed": lambda: flurka(
+        "favor", "softmax", "composed", gate=None, positions=documents()
+    ),
     "weighted_attention gaussian": partial(weighted, "gaussian"),
     "chosen blocks, documents": partial(selected, 32),
     "chosen blocks, two levels, documents": partial(selected, 16, 2),

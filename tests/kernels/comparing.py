@@ -33,8 +33,9 @@ def assert_agrees(
     leaves: Mapping[str, Tensor],
     draw: torch.Generator,
     tolerance: float,
+    backend: str = "triton",
 ) -> None:
-    """`run("triton", leaves)` gives the outputs and the gradients of `run("reference", leaves in float64)`.
+    """`run(backend, leaves)` gives the outputs and the gradients of `run("reference", leaves in float64)`.
 
     The gradients are those of a random weighted sum of all outputs, with terms of equal size. The gradient of a single
     number (a key weight, a mixture's prior) is a sum over all tokens of terms of both signs, which nearly cancels in
@@ -43,7 +44,7 @@ def assert_agrees(
     """
     exact, sizes, pull = _reference(run, leaves, draw)
     kept = {name: x.detach().requires_grad_() for name, x in leaves.items()}
-    found = _with_gradients(run("triton", kept), pull, kept)
+    found = _with_gradients(run(backend, kept), pull, kept)
     # The gradient through a quotient is 0 for a single key: its rounding errors are compared to the largest gradient.
     largest = max(size for name, size in sizes.items() if "gradient" in name)
     ratios = {

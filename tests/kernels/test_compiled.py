@@ -11,10 +11,14 @@ from megakernel.ops.kernels.launcher import FEATURES_AT_ONCE
 from megakernel.ops.kernels.primitives import padded
 from tests.kernels.compiled import products, with_names, without_interpreter
 
-KERNELS = 26
+KERNELS = 29
 """All kernels."""
 
 REUSED = {
+    (
+        "flurka_attention.composed_kernels.pool_gradients",
+        "dv_pointer",
+    ): "a row is of one program, which has loaded it before",
     ("flurka_attention.decode_kernel.step", "landmarks"): "a barrier is in between",
     ("flurka_attention.merge_kernels.merge_backward", "dq_pointer"): "a barrier is in between",
     ("flurka_attention.merge_kernels.merge_backward", "queries_tokens_features"): "a barrier is in between",

@@ -1,4 +1,4 @@
-"""The kernels of causal FLuRKA against its float64 reference."""
+"""The kernels of causal FLuRKA, fused and composed, against its float64 reference."""
 
 from functools import partial
 from itertools import pairwise
@@ -10,6 +10,7 @@ from torch import Tensor
 from megakernel.attention import Rotary
 from megakernel.ops.feature_maps import FEATURE_MAPS, start_state
 from megakernel.ops.flurka_attention import flurka_attention, triton
+from megakernel.ops.flurka_attention.composed import ComposedKeyTensors, ComposedQueryTensors
 from megakernel.ops.flurka_attention.options import FlurkaState
 from megakernel.ops.flurka_attention.tensors import FlurkaKeyTensors, FlurkaQueryTensors, FlurkaStatic
 from megakernel.ops.kernel_attention.tiles import SEGMENT
@@ -26,7 +27,12 @@ from tests.tiers import tiered
 VARIANTS = {"gated": ("softmax", True), "shared": ("softmax", False), "kernel": ("kernel", False)}
 """Name -> the near part, and whether it has a gate."""
 
-every_variant = pytest.mark.parametrize("variant", VARIANTS)
+COMPOSED = ["composed gated", "composed shared"]
+FORMS = [*(f"triton {variant}" for variant in VARIANTS), *COMPOSED]
+"""Backend and variant."""
+
+every_form = pytest.mark.parametrize("form", FORMS)
+every_backend = pytest.mark.parametrize("backend", ["triton", "composed"])
 
 BLOCK, RANK = 16, 4
 
@@ -132,19 +138,21 @@ def documents(device: torch.device, *starts: int, first: int = 0) -> Tensor:
     return torch.cat(parts)[None].to(device)
 
 
-@every_variant
-def test_outputs_lie_in_memory_as_the_output_projection_reads_them(variant, draw, device):
+@every_form
+def test_outputs_lie_in_memory_as_the_output_projection_reads_them(form, draw, device):
+    backend, variant = form.split()
     leaves = tokens(draw, device, variant=variant, batch=2, heads=4)
-    out = run("triton", leaves, variant=variant, feature_map="hedgehog")["out"]
+    out = run(backend, leaves, variant=variant, feature_map="hedgehog")["out"]
     assert out.permute(2, 0, 1, 3).is_contiguous()
 
 
 @pytest.mark.covering(1, 2)
-@every_variant
+@every_form
 @every_dtype
 @pytest.mark.parametrize("feature_map", tiered(["hedgehog", "favor"], ["hedgehog"]))
 @pytest.mark.usefixtures("short_segments")
-def test_documents_states_and_shared_keys_agree(variant, feature_map, dtype, draw, device):
+def test_documents_states_and_shared_keys_agree(form, feature_map, dtype, draw, device):
+    backend, variant = form.split()
     leaves = tokens(
         draw, device, dtype, variant=variant, feature_map=feature_map, length=74, heads=4, kv_heads=2
     )
@@ -153,33 +161,45 @@ def test_documents_states_and_shared_keys_agree(variant, feature_map, dtype, dra
     # The first document continues the state; others begin inside chunks, at chunk edges and at segment edges.
     positions = documents(device, 0, 20, 23, 64, 74, first=37)
     options = {"variant": variant, "feature_map": feature_map, "blocks": blocks, "positions": positions}
-    assert_agrees(partial(run, **options), leaves, draw, TOLERANCE[dtype])
+    assert_agrees(partial(run, **options), leaves, draw, TOLERANCE[dtype], backend)
 
 
-@pytest.mark.parametrize(("variant", "length"), tiered([("shared", 17), ("kernel", 64)], [("shared", 17)]))
+SUMMED = [("triton shared", 17), ("triton kernel", 64), ("composed shared", 17)]
+
+
+@pytest.mark.parametrize(("form", "length"), tiered(SUMMED, SUMMED[:1]))
 @pytest.mark.usefixtures("short_segments")
-def test_gradients_summed_over_all_tokens_are_as_exact_as_bfloat16(variant, length, draw, device):
+def test_gradients_summed_over_all_tokens_are_as_exact_as_bfloat16(form, length, draw, device):
+    backend, variant = form.split()
     leaves = tokens(
         draw, device, torch.bfloat16, variant=variant, feature_map="favor", length=length, heads=4, kv_heads=4
     )
     run_it = partial(run_wide, variant=variant, feature_map="favor")
-    assert_agrees(run_it, leaves, draw, TOLERANCE[torch.bfloat16])
+    assert_agrees(run_it, leaves, draw, TOLERANCE[torch.bfloat16], backend)
 
 
 @pytest.mark.covering(1, 1)
+@every_backend
 @every_dtype
 @pytest.mark.parametrize("shape", [(4, 1), (1, 4, 40)], ids=["heads", "logits"])
 @pytest.mark.usefixtures("short_segments")
-def test_a_gate_of_heads_or_given_logits_agrees(shape, dtype, draw, device):
+def test_a_gate_of_heads_or_given_logits_agrees(shape, dtype, backend, draw, device):
     leaves = tokens(draw, device, dtype, heads=4, kv_heads=2, length=40)
     del leaves["gate_weight"]
     leaves["gate"] = torch.randn(shape, generator=draw).to(device)
-    assert_agrees(partial(run, variant="gated", feature_map="hedgehog"), leaves, draw, TOLERANCE[dtype])
+    run_it = partial(run, variant="gated", feature_map="hedgehog")
+    assert_agrees(run_it, leaves, draw, TOLERANCE[dtype], backend)
 
 
-@pytest.mark.parametrize("feature_map", tiered(SUPPORTED, ["hedgehog", "favor"]))
+MAPS = [("triton", name) for name in SUPPORTED] + [("composed", name) for name in SUPPORTED]
+
+
+@pytest.mark.parametrize(
+    ("backend", "feature_map"),
+    tiered(MAPS, [("triton", "hedgehog"), ("triton", "favor"), ("composed", "favor")]),
+)
 @pytest.mark.usefixtures("short_segments")
-def test_every_map_agrees_on_sequences_of_several_tiles(feature_map, draw, device):
+def test_every_map_agrees_on_sequences_of_several_tiles(backend, feature_map, draw, device):
     leaves = tokens(draw, device, feature_map=feature_map, per_head=True)
     # Keep weights positive, because denominators near 0 lose all digits. Cosines of small angles are positive.
     if feature_map == "identity":
@@ -191,39 +211,42 @@ def test_every_map_agrees_on_sequences_of_several_tiles(feature_map, draw, devic
         "feature_map": feature_map,
         "blocks": FEATURE_MAPS[feature_map].halves,
     }
-    assert_agrees(partial(run, **options), leaves, draw, TOLERANCE[torch.float32])
+    assert_agrees(partial(run, **options), leaves, draw, TOLERANCE[torch.float32], backend)
 
 
 @pytest.mark.second
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("variant", ["shared", "kernel"])
+@pytest.mark.parametrize("form", ["triton shared", "triton kernel", "composed shared"])
 @pytest.mark.parametrize("feature_map", ["hedgehog", "prf"])
 @pytest.mark.usefixtures("short_segments")
-def test_one_normalizer_agrees_on_sequences_of_several_tiles(variant, feature_map, draw, device):
+def test_one_normalizer_agrees_on_sequences_of_several_tiles(form, feature_map, draw, device):
+    backend, variant = form.split()
     leaves = tokens(draw, device, variant=variant, feature_map=feature_map)
-    assert_agrees(
-        partial(run, variant=variant, feature_map=feature_map), leaves, draw, TOLERANCE[torch.float32]
-    )
+    run_it = partial(run, variant=variant, feature_map=feature_map)
+    assert_agrees(run_it, leaves, draw, TOLERANCE[torch.float32], backend)
 
 
 @pytest.mark.covering(1)
+@every_backend
 @pytest.mark.parametrize("length", [1, 17, 64])
 @every_dtype
-def test_any_length_agrees(length, dtype, draw, device):
-    assert_length_agrees(length, dtype, draw, device)
+def test_any_length_agrees(length, dtype, backend, draw, device):
+    assert_length_agrees(length, dtype, backend, draw, device)
 
 
 @pytest.mark.second
-def test_segments_of_their_usual_length_agree(draw, device):
+@every_backend
+def test_segments_of_their_usual_length_agree(backend, draw, device):
     """The end of the sequence is in the third segment."""
     assert triton.segment_blocks(phi_of("elu", 16, None), 16, 8) * 16 == SEGMENT
-    assert_length_agrees(2 * SEGMENT + 70, torch.bfloat16, draw, device, block=16)
+    assert_length_agrees(2 * SEGMENT + 70, torch.bfloat16, backend, draw, device, block=16)
 
 
-def assert_length_agrees(length, dtype, draw, device, block=64):
+def assert_length_agrees(length, dtype, backend, draw, device, block=64):
     sizes = {"length": length, "heads": 1, "width": 16, "values": 16, "block": block, "rank": 8}
     leaves = tokens(draw, device, dtype, feature_map="elu", **sizes)
-    assert_agrees(partial(run_wide, variant="gated", feature_map="elu"), leaves, draw, TOLERANCE[dtype])
+    run_it = partial(run_wide, variant="gated", feature_map="elu")
+    assert_agrees(run_it, leaves, draw, TOLERANCE[dtype], backend)
 
 
 def run_wide(backend: str, leaves: dict[str, Tensor], **options) -> dict[str, Tensor]:
@@ -234,8 +257,11 @@ def run_wide(backend: str, leaves: dict[str, Tensor], **options) -> dict[str, Te
     return run("chunked" if backend == "reference" else backend, leaves, **options)
 
 
-@pytest.mark.parametrize("feature_map", tiered(["elu", "hedgehog"], ["elu"]))
-def test_common_head_widths_agree(feature_map, draw, device):
+COMMON = [("triton", "elu"), ("triton", "hedgehog"), ("composed", "hedgehog")]
+
+
+@pytest.mark.parametrize(("backend", "feature_map"), tiered(COMMON, COMMON[:1]))
+def test_common_head_widths_agree(backend, feature_map, draw, device):
     leaves = tokens(
         draw,
         device,
@@ -250,66 +276,77 @@ def test_common_head_widths_agree(feature_map, draw, device):
         scale=0.3,
     )
     options = {"variant": "gated", "feature_map": feature_map}
-    assert_agrees(partial(run_wide, **options), leaves, draw, TOLERANCE[torch.bfloat16])
+    assert_agrees(partial(run_wide, **options), leaves, draw, TOLERANCE[torch.bfloat16], backend)
 
 
-@pytest.mark.parametrize(("block", "rank"), [(16, 16), (1, 1), (5, 3), (48, 8)])
+BLOCKS = [(*sizes, "triton kernel") for sizes in ((16, 16), (1, 1), (5, 3), (48, 8))]
+BLOCKS += [(1, 1, "composed shared"), (5, 3, "composed gated")]
+
+
+@pytest.mark.parametrize(("block", "rank", "form"), BLOCKS)
 @pytest.mark.usefixtures("short_segments")
-def test_any_block_agrees(block, rank, draw, device):
+def test_any_block_agrees(block, rank, form, draw, device):
+    backend, variant = form.split()
     leaves = tokens(
-        draw, device, variant="kernel", feature_map="elu", block=block, rank=rank, length=2 * block + 7
+        draw, device, variant=variant, feature_map="elu", block=block, rank=rank, length=2 * block + 7
     )
-    assert_agrees(partial(run, variant="kernel", feature_map="elu"), leaves, draw, TOLERANCE[torch.float32])
+    run_it = partial(run, variant=variant, feature_map="elu")
+    assert_agrees(run_it, leaves, draw, TOLERANCE[torch.float32], backend)
 
 
 @pytest.mark.covering(1)
-@every_variant
+@every_form
 @pytest.mark.parametrize("positions", [32, 37])
 @pytest.mark.usefixtures("short_segments")
-def test_sequences_that_continue_a_document_agree(variant, positions, draw, device):
+def test_sequences_that_continue_a_document_agree(form, positions, draw, device):
+    backend, variant = form.split()
     leaves = with_state(tokens(draw, device, variant=variant, length=40), draw, "hedgehog", 2)
     options = {"variant": variant, "feature_map": "hedgehog", "blocks": 2, "positions": positions}
-    assert_agrees(partial(run, **options), leaves, draw, TOLERANCE[torch.float32])
+    assert_agrees(partial(run, **options), leaves, draw, TOLERANCE[torch.float32], backend)
 
 
 # Every pair of values; greedily chosen, they would be nine cases instead of six.
 DECAYING = [
-    ("gated", "elu", True, torch.float32),
-    ("shared", "elu", False, torch.bfloat16),
-    ("shared", "hedgehog", True, torch.float32),
-    ("gated", "hedgehog", False, torch.bfloat16),
-    ("gated", "favor", True, torch.bfloat16),
-    ("shared", "favor", False, torch.float32),
+    ("triton gated", "elu", True, torch.float32),
+    ("triton shared", "elu", False, torch.bfloat16),
+    ("triton shared", "hedgehog", True, torch.float32),
+    ("triton gated", "hedgehog", False, torch.bfloat16),
+    ("triton gated", "favor", True, torch.bfloat16),
+    ("triton shared", "favor", False, torch.float32),
+    ("composed gated", "hedgehog", True, torch.bfloat16),
+    ("composed shared", "favor", False, torch.float32),
 ]
 
 
 @pytest.mark.second
-@pytest.mark.parametrize(("variant", "feature_map", "packed", "dtype"), DECAYING, ids=str)
+@pytest.mark.parametrize(("form", "feature_map", "packed", "dtype"), DECAYING, ids=str)
 @pytest.mark.usefixtures("short_segments")
-def test_landmarks_that_decay_agree(variant, feature_map, packed, dtype, draw, device):
+def test_landmarks_that_decay_agree(form, feature_map, packed, dtype, draw, device):
     """Over several segments, packed or one continued document, with gradients of the returned state.
 
     Documents have several blocks: with few decays that leave anything, rounding errors would dominate their gradient.
     """
+    backend, variant = form.split()
     sizes = {"length": 112, "heads": 4, "kv_heads": 2}
     leaves = tokens(draw, device, dtype, variant=variant, feature_map=feature_map, decays=True, **sizes)
     options = {"variant": variant, "feature_map": feature_map, "blocks": 2 if feature_map == "favor" else 1}
     leaves = with_state(leaves, draw, feature_map, options["blocks"])
     # The last document ends a block in a segment that a state of the first one enters.
     positions = documents(device, 0, 38, 44, 112, first=37) if packed else 37
-    assert_agrees(partial(run, **options, positions=positions), leaves, draw, TOLERANCE[dtype])
+    assert_agrees(partial(run, **options, positions=positions), leaves, draw, TOLERANCE[dtype], backend)
 
 
-@pytest.mark.parametrize("variant", ["shared", "kernel"])
+@pytest.mark.parametrize("form", ["triton shared", "triton kernel", "composed shared"])
 @pytest.mark.usefixtures("short_segments")
-def test_the_empty_state_that_enters_the_first_shard_changes_nothing(variant, draw, device):
+def test_the_empty_state_that_enters_the_first_shard_changes_nothing(form, draw, device):
+    backend, variant = form.split()
     leaves = tokens(draw, device, variant=variant)
     options = {"variant": variant, "feature_map": "hedgehog"}
-    alone = run("triton", leaves, **options)["out"]
+    alone = run(backend, leaves, **options)["out"]
     k, v = leaves["k"], leaves["v"]
     far = empty_state(start_state("hedgehog", k, leaves["projection"], v.shape[-1]))
     entering = FlurkaState(far, empty_tail(k, v, BLOCK))
-    assert torch.equal(run("triton", leaves, initial_state=entering, **options)["out"], alone)
+    assert torch.equal(run(backend, leaves, initial_state=entering, **options)["out"], alone)
 
 
 @pytest.mark.usefixtures("short_segments")
@@ -330,10 +367,11 @@ def test_a_state_from_another_rank_enters(draw, device):
     assert_agrees(exchanged, leaves, draw, TOLERANCE[torch.float32])
 
 
+@every_backend
 @pytest.mark.usefixtures("short_segments")
-def test_outputs_are_the_same_without_return_state(draw, device):
+def test_outputs_are_the_same_without_return_state(backend, draw, device):
     leaves = tokens(draw, device, length=40)
-    options = {"feature_map": "hedgehog", "rotary": Rotary(12), "backend": "triton"}
+    options = {"feature_map": "hedgehog", "rotary": Rotary(12), "backend": backend}
     out, _ = flurka_attention(**leaves, **options)
     again, state = flurka_attention(**leaves, **options, return_state=False)
     assert torch.equal(out, again)
@@ -350,6 +388,12 @@ def test_the_operators_pass_opcheck(draw, device):
     arguments = (*queries, *keys, *no_state, *static)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(torch.ops.megakernel.flurka_attention.default, arguments, test_utils=tests)
+    near_q, near_k = (x.detach().clone().requires_grad_() for x in (leaves["q"], leaves["k"]))
+    last = torch.arange(20, device=device, dtype=torch.int32)[None]
+    composed_keys = ComposedKeyTensors(near_k, last // BLOCK * BLOCK, last, *keys)
+    queries = ComposedQueryTensors(leaves["q"], near_q, leaves["gate"])
+    arguments = (*queries, *composed_keys, *no_state, *static)
+    torch.library.opcheck(torch.ops.megakernel.composed_flurka_attention.default, arguments, test_utils=tests)
 
 
 @pytest.mark.parametrize(
@@ -371,3 +415,35 @@ def test_unsupported_inputs_are_refused_with_a_reason(changes, options, message,
     leaves = tokens(draw, device, feature_map="elu", length=8, **changes)
     with pytest.raises(ValueError, match=message):
         run("triton", leaves, variant="gated", feature_map="elu", **options)
+
+
+@pytest.mark.parametrize(
+    ("variant", "options", "message"),
+    [
+        ("kernel", {}, "backend='composed': near is kernel; expected near='softmax'"),
+        ("gated", {"exchange": lambda own, carries: None}, "exchange is given; expected whole sequences"),
+        (
+            "gated",
+            {"far_rope": "centroid"},
+            "far_rope='centroid' rotates landmarks; expected far_rope='none'",
+        ),
+    ],
+)
+def test_the_composed_form_refuses_what_it_does_not_take(variant, options, message, draw, device):
+    leaves = tokens(draw, device, variant=variant, feature_map="elu", length=8)
+    with pytest.raises(ValueError, match=message):
+        run("composed", leaves, variant=variant, feature_map="elu", **options)
+
+
+@every_form
+@pytest.mark.usefixtures("short_segments")
+def test_two_runs_are_bit_identical(form, draw, device):
+    backend, variant = form.split()
+    leaves = tokens(draw, device, torch.bfloat16, variant=variant, length=40)
+
+    def numbers() -> list[Tensor]:
+        kept = {name: x.detach().requires_grad_() for name, x in leaves.items()}
+        out = run(backend, kept, variant=variant, feature_map="hedgehog")["out"]
+        return [out, *torch.autograd.grad(out.float().square().sum(), list(kept.values()))]
+
+    assert all(torch.equal(one, other) for one, other in zip(numbers(), numbers(), strict=True))

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.second
 HEAVIEST = (
     "FLuRKA hedgehog d=128",
     "FLuRKA hedgehog d=128, W in float32",
+    "FLuRKA hedgehog d=128, composed",
     "kernel_attention hedgehog d=128",
     "kernel_attention favor d=128",
     "weighted_attention gaussian d=128",

@@ -65,6 +65,10 @@ FLURKA = partial(flurka_attention, feature_map="hedgehog", rotary=Rotary(12), ba
 IN_FLOAT32 = {"dtype": torch.float32, "length": 20}
 OPS: dict[str, tuple[Callable, Callable]] = {
     "gated FLuRKA": (partial(FLURKA, near="softmax"), partial(flurka_tokens, variant="gated", length=20)),
+    "composed FLuRKA": (
+        partial(flurka_attention, feature_map="hedgehog", rotary=Rotary(12), backend="composed"),
+        partial(flurka_tokens, variant="gated", length=20),
+    ),
     "FLuRKA of kernels": (
         partial(FLURKA, near="kernel"),
         partial(flurka_tokens, variant="kernel", length=20),

@@ -17,7 +17,7 @@ from megakernel.ops.arguments import (
     expand_log_decay,
     expand_tokens,
 )
-from megakernel.ops.dispatch import Implementation, Kernels, choose
+from megakernel.ops.dispatch import COMPOSED, Implementation, Kernels, choose
 from megakernel.ops.documents import Positions, token_positions
 from megakernel.ops.feature_maps import Map, check_state
 from megakernel.ops.flurka_attention import chunked, reference
@@ -41,10 +41,17 @@ def _kernels() -> ModuleType:
     return triton
 
 
+def _composed() -> ModuleType:
+    from megakernel.ops.flurka_attention import composed
+
+    return composed
+
+
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "chunked": chunked.attend,
     "reference": reference.attend,
     "triton": Kernels("flurka_attention", _kernels),
+    COMPOSED: Kernels("flurka_attention", _composed, backend=COMPOSED),
 }
 """Backend -> implementation."""
 
@@ -110,8 +117,8 @@ def flurka_attention(
         exchange: for sequences sharded over ranks, takes the far state that these tokens add and returns the entering
             one. `initial_state` then has only the previous shard's tail, and the returned far state is what these
             tokens add.
-        backend: reference, chunked or triton; None reads MEGAKERNEL_BACKEND from the environment, and by default takes
-            triton on a GPU and chunked elsewhere.
+        backend: reference, chunked, triton or composed; None reads MEGAKERNEL_BACKEND from the environment, and by
+            default takes triton on a GPU and chunked elsewhere. composed is an experiment (docs/results.md).
 
     Returns:
         (B, H, N, D) in the dtype of v, and the state after the last token or None.

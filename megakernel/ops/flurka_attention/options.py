@@ -93,6 +93,11 @@ class FlurkaInputs(NamedTuple):
     return_state: bool = True
     """Whether the caller needs the final state."""
 
+    @property
+    def of_sequence(self) -> tuple[Positions, KernelState | None, Exchange | None, bool]:
+        """The arguments of an `Operator` behind its tensors: what comes before and after these tokens."""
+        return self.positions, None if self.tail is None else self.far, self.exchange, self.return_state
+
     def gate_logits(self, q: Tensor) -> Tensor | None:
         """(B, H, N) logits of the gate for queries (B, H, N, d); None without a gate."""
         weight = self.weights.gate_weight

@@ -36,7 +36,9 @@ def tile_sizes(
     """Kernel -> its tile sizes, for elements of `size` bytes; those of kernel attention unless FLuRKA has its own."""
     sizes = _tile_sizes(phi, near, size, values, capability)
     # These take over tiles of others.
-    return {**sizes, "window_forward": sizes["merge"], "window_dq": sizes["merge_backward"]}
+    others = {"window_forward": sizes["merge"], "window_dq": sizes["merge_backward"]}
+    of_outputs = dict.fromkeys(("merge_outputs", "merge_outputs_backward"), TileSizes(32, 32, 4))
+    return {**sizes, **others, **of_outputs, "pool_gradients": sizes["pool"]}
 
 
 def _tile_sizes(

@@ -118,59 +118,76 @@ def attend(
     """
     if decode.unsupported(q, k, v, inputs) is None:
         return decode.step(q, k, v, inputs)
-    options, weights, gate, positions, far, tail, exchange, log_decay, return_state = inputs
-    b, reach = options.block_size, options.block_size * options.blocks
-    next_tail = (empty_tail(k, v, reach) if tail is None else tail).after(k, v) if return_state else None
-    tables = block_tables(positions, q, block_size=b, blocks=options.blocks, tail=tail is not None)
+    options, weights = inputs.options, inputs.weights
+    make_table = None if options.near_rotary is None else angle_table(options, q.shape[-1])
+    reach = options.block_size * options.blocks
+    table = None if make_table is None else make_table(0, reach + ANGLES, q.device)
+    far_weight = weights.far_weight if inputs.gate is None else None
+    queries = FlurkaQueryTensors(q, inputs.gate, weights.gate_weight, far_weight, table)
+    static, keys = options_and_keys(q, k, v, inputs)
+    results = flurka_operator(static, queries, keys, *inputs.of_sequence)
+    return outputs_and_state(results, q, k, v, inputs)
+
+
+def options_and_keys(
+    q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs
+) -> tuple[FlurkaStatic, FlurkaKeyTensors]:
+    """The operator's options, and its tensors of keys."""
+    options, weights, tail = inputs.options, inputs.weights, inputs.tail
+    sizes = {"block_size": options.block_size, "blocks": options.blocks}
+    tables = block_tables(inputs.positions, q, **sizes, tail=tail is not None)
     keys, values = k, v
     if tail is not None and tables.before:
         keys, values = torch.cat([tail.keys, k], 2), torch.cat([tail.values, v], 2)
-    matrix = dense(weights.projection, q.shape[-1])
     feature_map = named(options.feature_map)
-    make_table = None if options.near_rotary is None else angle_table(options, q.shape[-1])
-    table = None if make_table is None else make_table(0, reach + ANGLES, q.device)
-    outputs, first, last = flurka_operator(
-        FlurkaStatic(
-            feature_map=feature_map.name,
-            components=feature_map.components,
-            near=options.near,
-            blocks=options.blocks,
-            start=tables.start,
-            before=tables.before,
-            oldest=tables.oldest,
-            trains=torch.is_grad_enabled(),
-        ),
-        FlurkaQueryTensors(
-            q, gate, weights.gate_weight, far_weight=weights.far_weight if gate is None else None, table=table
-        ),
-        FlurkaKeyTensors(
-            keys,
-            values,
-            weights.pool_keys.to(torch.float32),
-            weights.pool_values.to(torch.float32),
-            projection=matrix,
-            log_decay=log_decay,
-            far_mass=weights.far_mass,
-            starts=tables.starts,
-            windows=tables.windows,
-            ends=tables.ends,
-        ),
-        positions,
-        None if tail is None else far,
-        exchange,
-        return_state,
+    static = FlurkaStatic(
+        feature_map=feature_map.name,
+        components=feature_map.components,
+        near=options.near,
+        blocks=options.blocks,
+        start=tables.start,
+        before=tables.before,
+        oldest=tables.oldest,
+        trains=torch.is_grad_enabled(),
     )
+    return static, FlurkaKeyTensors(
+        keys,
+        values,
+        weights.pool_keys.to(torch.float32),
+        weights.pool_values.to(torch.float32),
+        projection=dense(weights.projection, q.shape[-1]),
+        log_decay=inputs.log_decay,
+        far_mass=weights.far_mass,
+        starts=tables.starts,
+        windows=tables.windows,
+        ends=tables.ends,
+    )
+
+
+def outputs_and_state(
+    results: tuple[Any, KernelState | None, KernelState | None],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    inputs: FlurkaInputs,
+) -> tuple[Tensor, KernelState | None, Tail | None]:
+    """What `attend` returns, from the operator's results; lost queries are computed again."""
+    (outputs, first, last), options, tail = results, inputs.options, inputs.tail
+    reach, next_tail = options.block_size * options.blocks, None
+    if inputs.return_state:
+        next_tail = (empty_tail(k, v, reach) if tail is None else tail).after(k, v)
     # If a softmax window shares its normalizer with the landmarks, the weights add up to at least 1.
-    may_lose = options.near == "kernel" or gate is not None
-    if not kernels_check(feature_map, may_lose, q, log_decay is not None):
+    may_lose = options.near == "kernel" or inputs.gate is not None
+    if not kernels_check(options.feature_map, may_lose, q, inputs.log_decay is not None):
         return outputs.out, last, next_tail
     lost = outputs.factor == 0
-    if gate is not None:
-        lost &= sees_far(token_positions(positions, q.shape[2], q.device), b, options.blocks)[:, None]
+    if inputs.gate is not None:
+        at = token_positions(inputs.positions, q.shape[2], q.device)
+        lost &= sees_far(at, options.block_size, options.blocks)[:, None]
 
     def recompute() -> Tensor:
         # With an exchange, `first` is the state that came from the other ranks.
-        exact = inputs._replace(far=first or far, exchange=None)
+        exact = inputs._replace(far=first or inputs.far, exchange=None)
         return chunked.attend(q.double(), k.double(), v.double(), exact)[0]
 
     return recompute_lost((outputs.out, lost), recompute), last, next_tail
@@ -433,31 +450,68 @@ class FlurkaLaunches(NamedTuple):
         """See `Launches`."""
         queries, merge = query_backward.queries, query_backward.op_saved
         launches, needs_projection = merge.launches, query_backward.projection_grad is not None
-        landmarks, matrix = saved.landmarks, self.matrix.split(saved.terms)
-        launcher, seq, k = self.launcher, self.seq, self.window.keys.pointer
-        batch = len(k)
-        dlandmarks = torch.empty_like(landmarks)
-        dpooled = landmarks.new_empty(*landmarks.shape[:3], launcher.values)
-        # In the dtype of values and keys, whose matrix products are faster than those of float32 landmarks.
-        dproj_landmarks = self._projected(saved.values) if needs_projection else None
-        dcounts = None if seq.decay is None else torch.empty_like(saved.token_count)
-        inputs = (queries, saved.keys, self.matrix, states.of_queries, seq)
-        buffers = (Rows.to_write(dlandmarks), Rows.to_write(dpooled), dproj_landmarks, dcounts, None)
-        bwd_dkv(launcher, batch, inputs, buffers)
+        matrix, launcher, seq, k = self.matrix.split(saved.terms), self.launcher, self.seq, self.k
+        batch, of_landmarks = len(k), self.landmark_gradients(query_backward, saved, states)
         dproj_k = self._projected(k) if needs_projection and not self.near.softmax else None
-        pool_summands = tuple(landmarks.new_empty(2, *k.shape[:3], launcher.rank))
+        pool_summands = tuple(saved.landmarks.new_empty(2, *k.shape[:3], launcher.rank))
         launcher.launch(
             window_kernels.window_backward,
             *(batch, self.queries, launches.window, self.pools, matrix, seq),
             *(launches.merge_params, merge.merged, queries.grad, merge.means),
-            *(dlandmarks, dpooled, pool_summands, Rows.to_write(dk), Rows.to_write(dv), dproj_k),
+            *(of_landmarks.keys, of_landmarks.values, pool_summands),
+            *(Rows.to_write(dk), Rows.to_write(dv), dproj_k),
             grid=cdiv(k.shape[2], launcher.tile_sizes("window_backward").chunk) * batch * seq.heads,
             NEAR=launches.near,
         )
         grads = FlurkaKeyTensors(dk, dv, *self._pool_gradients(launches, pool_summands))
+        products = [] if dproj_k is None else [products_of_tokens(dproj_k, k, seq.heads)]
+        sums = (merge.dmerge, merge.dfar_weight)
+        return self.with_far_gradients(grads, query_backward, saved, states, of_landmarks, sums, products)
+
+    @property
+    def k(self) -> Tensor:
+        """Keys, beginning with the tail's."""
+        k: Tensor = self.window.keys.pointer
+        return k
+
+    def landmark_gradients(
+        self, query_backward: QueryBackward, saved: SavedLandmarks, states: StatesBackward
+    ) -> "LandmarkGradients":
+        """The gradients of landmarks, by the kernel of keys."""
+        landmarks, needs_projection = saved.landmarks, query_backward.projection_grad is not None
+        grads = LandmarkGradients(
+            torch.empty_like(landmarks),
+            landmarks.new_empty(*landmarks.shape[:3], self.launcher.values),
+            # In the dtype of values and keys, whose matrix products are faster than those of float32 landmarks.
+            self._projected(saved.values) if needs_projection else None,
+            None if self.seq.decay is None else torch.empty_like(saved.token_count),
+        )
+        inputs = (query_backward.queries, saved.keys, self.matrix, states.of_queries, self.seq)
+        rows = Rows.to_write(grads.keys), Rows.to_write(grads.values)
+        bwd_dkv(self.launcher, len(landmarks), inputs, (*rows, grads.projected, grads.token_count, None))
+        return grads
+
+    def with_far_gradients(
+        self,
+        grads: Any,
+        query_backward: QueryBackward,
+        saved: SavedLandmarks,
+        states: StatesBackward,
+        of_landmarks: "LandmarkGradients",
+        merge: tuple[Tensor, Tensor | None],
+        products: list[Tensor],
+    ) -> Any:
+        """`grads` with those of the projection, of beta and of the decay.
+
+        merge: the gradients of the gate's logits, or the parts of gamma's gradient, and that gradient; None with a
+        gate. products: the parts of the projection's gradient that are not of queries or landmarks.
+        """
+        landmarks, launcher, seq, k = saved.landmarks, self.launcher, self.seq, self.k
+        dmerge, dfar_weight = merge
         if query_backward.projection_grad is not None and self.projection is not None:
-            pairs = ((dproj_k, k), (dproj_landmarks, landmarks.to(k.dtype)))
-            products = [products_of_tokens(dproj, x, seq.heads) for dproj, x in pairs if dproj is not None]
+            assert of_landmarks.projected is not None
+            tokens = landmarks.to(k.dtype)
+            products = [*products, products_of_tokens(of_landmarks.projected, tokens, seq.heads)]
             of_queries = query_backward.projection_grad()
             grads = grads._replace(projection=gradient_of_projection(self.projection, of_queries, *products))
         if self.pools.far_mass is not None:
@@ -465,19 +519,21 @@ class FlurkaLaunches(NamedTuple):
             # scale; for states that queries read, that is the gradient of gamma. Sums over landmarks would give the
             # same, but from numbers that were rounded more often and may nearly cancel.
             dfar_mass = landmarks.new_zeros(seq.heads)
-            if merge.dfar_weight is not None:
-                dfar_mass += merge.dfar_weight.view(seq.heads, -1).sum(1)
+            if dfar_weight is not None:
+                dfar_mass += dfar_weight.view(seq.heads, -1).sum(1)
             if states.last is not None:
                 dfar_mass += states.last.scale_grad().sum(0)
             if states.first is not None:
                 dfar_mass -= states.first.scale_grad().sum(0)
             grads = grads._replace(far_mass=dfar_mass)
-        if dcounts is not None:
-            of_blocks = (dcounts * saved.token_count).unflatten(2, (-1, launcher.rank)).sum(3)
+        if of_landmarks.token_count is not None:
+            of_blocks = (
+                (of_landmarks.token_count * saved.token_count).unflatten(2, (-1, launcher.rank)).sum(3)
+            )
             # Under a gate, the weights of landmarks add up to 1, and the gradient of their scale is 0.
             of_merge = None
-            if merge.dfar_weight is not None:
-                of_merge = merge.dmerge.unflatten(1, (seq.heads, -1)).sum(2)
+            if dfar_weight is not None:
+                of_merge = dmerge.unflatten(1, (seq.heads, -1)).sum(2)
             # Blocks without an end contribute 0, so any place will do.
             ends = ends_of_blocks(seq.ends, seq.length, self.near.block_size, k.device)
             at = ends.clamp(min=0).to(torch.int64)[:, None].expand_as(of_blocks)
@@ -504,6 +560,22 @@ class FlurkaLaunches(NamedTuple):
     def _projected(self, tokens: Tensor) -> Tensor:
         """A buffer for the gradients of projected tokens."""
         return tokens.new_empty(*tokens.shape[:3], self.launcher.phi.rows)
+
+
+class LandmarkGradients(NamedTuple):
+    """Gradients of the landmarks."""
+
+    keys: Tensor
+    """(B, H_kv, blocks r, d) float32."""
+
+    values: Tensor
+    """(B, H_kv, blocks r, D) float32."""
+
+    projected: Tensor | None
+    """Of projected landmarks, (B, H_kv, blocks r, M)."""
+
+    token_count: Tensor | None
+    """(B, H_kv, blocks r), for decaying states."""
 
 
 class _MergeBackward(NamedTuple):

@@ -277,6 +277,7 @@ def read(
     out,
     reciprocal,
     scale,
+    log_mass,
     TILING: tl.constexpr,
     NORMALIZE: tl.constexpr,
     PHI: tl.constexpr,
@@ -285,7 +286,8 @@ def read(
 
     If a query's weights add up to less than PHI.least, its output and its 1 / den are 0, and backward skips it.
     Without NORMALIZE, 1 / den is the factor of the sums, exp(r_i + log of the query's scale). If TILING.causal, `state`
-    has one entry per segment, otherwise a single one of all keys. Program: TILING.chunk queries of a head.
+    has one entry per segment, otherwise a single one of all keys. log_mass: with NORMALIZE, (B, H, N) float32 for the
+    log of the sum of a query's weights, EMPTY if it is 0; None if not needed. Program: TILING.chunk queries of a head.
     """
     C: tl.constexpr = TILING.chunk
     VP: tl.constexpr = TILING.padded_values
@@ -303,8 +305,11 @@ def read(
     scale_offset = tile.key_head.to(tl.int64) * seq.queries
     largest = tl.zeros((C,), tl.float32)
     if PHI.unbounded and TILING.causal:
-        # Another query head of this key head may already have stored r here; the maximum below is then still r.
-        largest = load_vector(scale + scale_offset, tile.at, tile.end, C)
+        if TILING.rank == 0:
+            # Another query head of this key head may already have stored r here; the maximum below is then still r.
+            largest = load_vector(scale + scale_offset, tile.at, tile.end, C)
+        else:
+            largest = max_log_scale(keys, seq, tile, TILING)
     total, den, r = sums_of_keys(b_q1, b_q2, keys, state, seq, tile, largest, None, TILING, PHI)
     if NORMALIZE:
         empty = tl.abs(den) < PHI.least
@@ -314,6 +319,12 @@ def read(
             q_log_scale += load_vector(seq.decay.of_queries + scale_offset, tile.at, tile.end, C)
         factor = tl.exp(q_log_scale + r) if PHI.unbounded else tl.full((C,), 1.0, tl.float32)
     vec_offset = tile.head.to(tl.int64) * seq.queries
+    if log_mass is not None:
+        logs = r + q_log_scale if PHI.unbounded else r
+        if PHI.decays:
+            logs += load_vector(seq.decay.of_queries + scale_offset, tile.at, tile.end, C)
+        logs = tl.where(empty, EMPTY, logs + tl.log(tl.where(empty, 1.0, den)))
+        tl.store(log_mass + vec_offset + tile.rows, logs, mask=tile.rows < tile.end)
     store_rows(tile_ptr(out, tile), out.row, num_valid, total * factor[:, None], TILING.values, VP)
     tl.store(reciprocal + vec_offset + tile.rows, factor, mask=tile.rows < tile.end)
     if PHI.unbounded and tile.query_head % TILING.group == 0:

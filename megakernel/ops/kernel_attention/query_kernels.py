@@ -93,6 +93,7 @@ def bwd_dq(
     state,
     seq,
     out,
+    shift,
     dq,
     p_dproj,
     TILING: tl.constexpr,
@@ -102,7 +103,8 @@ def bwd_dq(
     """Gradients of queries, `Rows` (B, H, N, D), optionally of projected queries (..., M), delta, and features.
 
     Terms have the factor do_i.v_j - mean_i. Unless the map is unbounded, mean_i is do_i.o_i, of the rounded output, as
-    in kernels of softmax: states in bfloat16 round no less. Programs as in `kernels.read`.
+    in kernels of softmax: states in bfloat16 round no less. shift: (B, H, N) float32 that is added to the means, for
+    outputs that are a part of a sum under one normalizer; None is 0. Programs as in `kernels.read`.
     """
     C: tl.constexpr = TILING.chunk
     MP: tl.constexpr = PHI.padded_rows
@@ -138,6 +140,8 @@ def bwd_dq(
         else:
             b_o = load_rows(tile_ptr(out, tile), out.row, num_valid, C, TILING.values, VP)
             mean = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
+        if shift is not None:
+            mean += load_vector(shift + vec_offset, tile.at, seq.queries, C)
         tl.store(queries.delta + vec_offset + tile.rows, -mean * reciprocal, mask=tile.rows < tile.end)
     dproj = tl.zeros((C, MP), tl.float32)
     dphi_dot_phi = tl.zeros((C,), tl.float32)
@@ -150,7 +154,7 @@ def bwd_dq(
         dphi_dot_phi += tl.sum(b_dphi * (b_q2 if half else b_q1), 1)
         phi_norm_sq += tl.sum(b_q2 * b_q2 if half else b_q1 * b_q1, 1)
         dproj += dproj_of_half(half, b_dphi, b_q2 if half else b_q1, b_q1 if half else b_q2, PHI)
-    if NORMALIZE and not PHI.has_two_halves:
+    if NORMALIZE and shift is None and not PHI.has_two_halves:
         # Quotients do not depend on the length of phi(q). With two halves, the error is below rounding.
         dproj = orthogonal_to_features(
             dproj, dphi_dot_phi, phi_norm_sq, queries.tokens, seq, tile, TILING, PHI

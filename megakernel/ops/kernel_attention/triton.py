@@ -345,7 +345,7 @@ class KernelLaunches(NamedTuple):
         q, outputs = queries.q, self.output_buffers(queries)
         scale = saved.scale if self.launcher.phi.unbounded else None
         inputs = (Rows.of(q), *self.keys_and_matrix(saved), state, self.seq)
-        buffers = (Rows.to_write(outputs.out), outputs.reciprocal, scale)
+        buffers = (Rows.to_write(outputs.out), outputs.reciprocal, scale, None)
         grid = Grid.QUERY_TILES
         self.launcher.launch(kernels.read, len(q), *inputs, *buffers, grid=grid, NORMALIZE=self.normalize)
         return outputs
@@ -372,7 +372,7 @@ class KernelLaunches(NamedTuple):
         )
         inputs = (bwd_queries, *self.keys_and_matrix(saved.keys), saved.state, self.seq)
         reads_output = self.normalize and not launcher.phi.unbounded
-        outputs = (Rows.of(out) if reads_output else None, Rows.to_write(dq), dproj)
+        outputs = (Rows.of(out) if reads_output else None, None, Rows.to_write(dq), dproj)
         grid = Grid.QUERY_TILES
         arguments = (len(q), *inputs, *outputs)
         launcher.launch(query_kernels.bwd_dq, *arguments, grid=grid, NORMALIZE=self.normalize)

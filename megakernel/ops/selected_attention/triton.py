@@ -87,7 +87,7 @@ def forward(
     first, last: (B or 1, N) int32, keys of the windows. lists: (B, H_kv, N, k') int64, blocks that a query reads, or
     NONE. starts: (B, S) int32, first keys of the blocks.
     """
-    near, lse = _window_forward(near_q, near_k, v, first, last)
+    near, lse = window_forward(near_q, near_k, v, first, last)
     if not lists.shape[-1]:
         return near, lse
     out = near.float()
@@ -112,7 +112,7 @@ def backward(
     block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of near_q, q, near_k, k and v."""
-    dnear_q, dnear_k, dnear_v = _window_backward(grad, near_q, near_k, v, first, last, out, lse)
+    dnear_q, dnear_k, dnear_v = window_backward(grad, near_q, near_k, v, first, last, out, lse)
     dq, dk, dv = (x.new_zeros(x.shape, dtype=torch.float32) for x in (q, k, v))
     if lists.shape[-1]:
         delta = (out.float() * grad.float()).sum(-1)
@@ -125,7 +125,7 @@ class _InRing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, near_q, q, near_k, k, v, first, last, tiles, ring):
-        near, lse = _window_forward(near_q, near_k, v, first, last)
+        near, lse = window_forward(near_q, near_k, v, first, last)
         out = near.float()
         for source, (keys, values) in visits(ring, (k, v)):
             if source <= ring.rank and tiles.own.shape[-1]:
@@ -139,7 +139,7 @@ class _InRing(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         near_q, q, near_k, k, v, first, last, out, lse = ctx.saved_tensors
-        dnear_q, dnear_k, dnear_v = _window_backward(grad, near_q, near_k, v, first, last, out, lse)
+        dnear_q, dnear_k, dnear_v = window_backward(grad, near_q, near_k, v, first, last, out, lse)
         delta, dq = (out.float() * grad.float()).sum(-1), q.new_zeros(q.shape, dtype=torch.float32)
         following = FollowingGradients(ctx.ring)
         for source, (keys, values) in visits(ctx.ring, (k, v)):
@@ -159,7 +159,7 @@ def _reads(tiles: Tiles, source: int = 0, ring: Ring | None = None) -> BlockRead
     return reads._replace(starts=reads.starts.to(torch.int32))
 
 
-def _window_forward(
+def window_forward(
     near_q: Tensor, near_k: Tensor, v: Tensor, first: Tensor, last: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`forward` with nothing chosen."""
@@ -169,7 +169,7 @@ def _window_forward(
     return out, of_queries[:, :, 0].neg()
 
 
-def _window_backward(
+def window_backward(
     grad: Tensor,
     near_q: Tensor,
     near_k: Tensor,

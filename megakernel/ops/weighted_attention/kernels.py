@@ -302,8 +302,7 @@ def bwd_dq(pairs, do, out, delta, dq, NORMALIZE: tl.constexpr, META: tl.constexp
     dtype: tl.constexpr = b_q.dtype
     b_delta = tl.zeros((BQ,), tl.float32)
     if NORMALIZE:
-        b_o = out + (block.entry * length + block.start) * META.value_dim
-        b_o = load_rows(b_o, META.value_dim, length - block.start, BQ, META.value_dim, VP)
+        b_o = load_tokens(out, block.batch, block.head, block.start, length, BQ, META.value_dim, VP)
         b_delta = tl.sum(b_do.to(tl.float32) * b_o.to(tl.float32), 1)
     tl.store(delta + block.entry * length + block.rows, b_delta, mask=block.rows < length)
     of_queries = load_terms(pairs.of_queries, block.entry, block.start, length, BQ, META)

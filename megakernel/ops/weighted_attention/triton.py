@@ -113,7 +113,7 @@ def backward(
     inputs = (q, k, v, log_weights, of_queries, Visible.of(first, last))
     pairs, meta = _pairs(*inputs, similarity, variances, join, tiles.bwd_dq)
     grid = (cdiv(q.shape[2], meta.block_q) * q.shape[0] * q.shape[1],)
-    launch(kernels.bwd_dq, grid, pairs, do, out, delta, dq, NORMALIZE=normalize, META=meta, **LAUNCH)
+    launch(kernels.bwd_dq, grid, pairs, do, Rows.of(out), delta, dq, NORMALIZE=normalize, META=meta, **LAUNCH)
     block_q, block_kv = tiles.bwd_dkv
     meta = meta._replace(block_q=block_q, block_kv=block_kv)
     pairs = pairs._replace(visible=Visible.of(*_transposed_spans(first, last, v.shape[2])))

@@ -80,12 +80,14 @@ def test_invalid_rank_variables_are_refused(variables, message, tmp_path, monkey
     assert message in refused("pretrain", trees.file(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["x", "chunked", "reference", "triton", ""])
+@pytest.mark.parametrize("name", ["x", "chunked", "reference", "triton", "composed", ""])
 def test_an_unknown_backend_is_refused(name, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MEGAKERNEL_BACKEND", name)
     known = name != "x"
     assert main(["config", str(trees.file(tmp_path))]) == (0 if known else ExitStatus.USAGE)
-    message = "MEGAKERNEL_BACKEND=x is no backend; set it to chunked, reference, triton, or unset it"
+    message = (
+        "MEGAKERNEL_BACKEND=x is no backend; set it to chunked, reference, triton, composed, or unset it"
+    )
     assert capsys.readouterr().err == ("" if known else f"megakernel: error: {message}\n")
     if known:
         assert choose(dict.fromkeys(("chunked", "reference", "triton"), main), None)
