@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum, IntEnum
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +14,36 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from megakernel.config.errors import UserError, first_line
 
+
+class _ZeroStage(IntEnum):
+    """Members of DeepSpeed's ZeroStageEnum."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+
+
 _DEEPSPEED_STAND_INS = {
     "deepspeed.utils.tensor_fragment.fragment_address": SimpleNamespace,
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": SimpleNamespace,
-    "deepspeed.runtime.zero.config.ZeroStageEnum": int,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": _ZeroStage,
 }
 """Classes that DeepSpeed pickles besides tensors -> stand-ins, so that loading need not import DeepSpeed."""
+
+
+def _member(enumeration: type[Enum], name: str) -> Enum:
+    """What `getattr` stands for in a file: Python 3.11.0 to 3.11.3 pickle a member of an enumeration with it."""
+    if not issubclass(enumeration, Enum):
+        raise UserError(_refusal("it", f"{enumeration.__name__}.{name}"))
+    return enumeration[name]
+
+
+def _refusal(file: str, names: str) -> str:
+    return f"{file} names {names}, which is code, not a tensor: loading it could run anything"
+
+
+_GETATTR = (_member, "builtins.getattr")
 
 _FORCE_VARIABLE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 """torch's environment variable that overrides a caller's weights_only=False."""
@@ -34,6 +59,8 @@ def load(file: Path) -> Any:
             return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror})") from None
+    except UserError as refusal:
+        raise UserError(f"{file} cannot be used: {refusal}") from None
     # A damaged file can raise almost any exception.
     except Exception as error:
         reason = f"it is damaged ({first_line(error)})"
@@ -45,7 +72,10 @@ def load(file: Path) -> Any:
 
 
 def check(file: Path, name: str = "it") -> None:
-    """Raise UserError, with a message that begins with `name`, if `load` would refuse the file; loads nothing."""
+    """Raise UserError, with a message that begins with `name`, if `load` would refuse the file; loads nothing.
+
+    It does not see what a file asks a permitted class for; `load` refuses that itself.
+    """
     try:
         with _allowed():
             foreign = get_unsafe_globals_in_checkpoint(file)
@@ -54,8 +84,7 @@ def check(file: Path, name: str = "it") -> None:
     except Exception as error:
         raise UserError(f"{name} is damaged ({first_line(error)})") from None
     if foreign:
-        names = ", ".join(sorted(foreign))
-        raise UserError(f"{name} names {names}, which is code, not a tensor: loading it could run anything")
+        raise UserError(_refusal(name, ", ".join(sorted(foreign))))
 
 
 @contextmanager
@@ -66,7 +95,7 @@ def enforce() -> Iterator[None]:
     before = os.environ.get(_FORCE_VARIABLE)
     os.environ[_FORCE_VARIABLE] = "1"
     try:
-        with safe_globals(classes):
+        with safe_globals([*classes, _GETATTR]):
             yield
     finally:
         del os.environ[_FORCE_VARIABLE]
@@ -75,4 +104,4 @@ def enforce() -> Iterator[None]:
 
 
 def _allowed() -> safe_globals:
-    return safe_globals([(stand_in, name) for name, stand_in in _DEEPSPEED_STAND_INS.items()])
+    return safe_globals([*((stand_in, name) for name, stand_in in _DEEPSPEED_STAND_INS.items()), _GETATTR])

@@ -25,7 +25,14 @@ class Fills(TorchDispatchMode):
         return found
 
 
-@pytest.mark.parametrize("call", FORWARD.values(), ids=FORWARD)
+EXPERIMENTS = ("FLuRKA hedgehog, composed", "FLuRKA favor, one normalizer, documents, composed")
+"""Write zeros on purpose: kernels add to the gradient of keys, and windows have keys of weight 1. The experiment's page
+(benchmarks/results/flurka_composed.md) counts these bytes."""
+
+SHIPPED = {name: call for name, call in FORWARD.items() if name not in EXPERIMENTS}
+
+
+@pytest.mark.parametrize("call", SHIPPED.values(), ids=SHIPPED)
 def test_kernel_backward_fills_no_tensor_that_grows_with_the_sequence(call):
     # Recording launches instead of running them saves time, and everything around them still runs.
     with record_launches():

@@ -39,6 +39,35 @@ assert "deepspeed" not in sys.modules
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+class ByName:
+    """Is pickled as Python 3.11.0 to 3.11.3, which Debian 12 has, pickle a member of an enumeration."""
+
+    def __init__(self, owner: type, name: str):
+        self.owner, self.name = owner, name
+
+    def __reduce__(self):
+        return getattr, (self.owner, self.name)
+
+
+def test_members_of_enumerations_load_as_any_python_pickles_them(tmp_path):
+    torch.save(DEEPSPEED_STATE | {"zero_stage": ByName(ZeroStageEnum, "gradients")}, tmp_path / "file.pt")
+    weights_only.check(tmp_path / "file.pt")
+    assert weights_only.load(tmp_path / "file.pt")["zero_stage"] == 2
+    with weights_only.enforce():
+        found = torch.load(tmp_path / "file.pt", weights_only=False)["zero_stage"]
+    assert found is ZeroStageEnum.gradients
+
+
+@pytest.mark.parametrize(("owner", "name"), [(LossScaler, "__init__"), (fragment_address, "start")])
+def test_no_other_attribute_is_read(owner, name, tmp_path):
+    torch.save({"zero_stage": ByName(owner, name)}, tmp_path / "file.pt")
+    with pytest.raises(UserError, match="is code, not a tensor") as refused:
+        weights_only.load(tmp_path / "file.pt")
+    assert len(str(refused.value).splitlines()) == 1
+    with weights_only.enforce(), pytest.raises(Exception, match="is code, not a tensor"):
+        torch.load(tmp_path / "file.pt", weights_only=False)
+
+
 @pytest.mark.parametrize(
     "plant_code", [plant, plant_pickle, lambda file, marker: torch.save(Harm(marker), file)]
 )
