@@ -228,12 +228,17 @@ def counted_line(budget: StepBudget, peaks: Peaks) -> str:
 
 
 def check_countable(config: Config) -> None:
-    """Raise UserError for steps whose optimizer is not counted."""
+    """Raise UserError for steps whose optimizer or attention is not counted."""
     training = config.training
     if training.dtype != "bfloat16" or config.parallel.zero_stage > 1 or config.optimizer.name != "adamw":
         raise UserError(
             f"training.dtype={training.dtype}, parallel.zero_stage={config.parallel.zero_stage} and optimizer.name="
             f"{config.optimizer.name} have another optimizer's bytes; the budget counts bfloat16, ZeRO 1 and adamw"
+        )
+    if any(x.simple_gla is not None and x.simple_gla.update == "delta" for x in config.model.attentions):
+        raise UserError(
+            "model.attention.simple_gla.update=delta runs flash-linear-attention's kernels, which need a GPU to be "
+            "counted; take another update or preset"
         )
 
 

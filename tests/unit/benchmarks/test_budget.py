@@ -192,6 +192,9 @@ def test_a_shipped_configuration_becomes_one_gpus_share():
         on_one_device(CONFIGS / "pretrain-350m.yaml", ["parallel.tensor=2"])
     with pytest.raises(UserError, match="the budget counts bfloat16, ZeRO 1 and adamw"):
         budget.check_countable(small("softmax", dtype="float32"))
+    with pytest.raises(UserError, match="update=delta runs flash-linear-attention's kernels"):
+        budget.check_countable(small("gated_deltanet"))
+    budget.check_countable(small("mamba2"))
 
 
 def test_tensors_are_counted_in_memory():
