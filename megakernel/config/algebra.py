@@ -3,6 +3,7 @@
 The algebra is that of docs/formulas.md, 1.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -215,6 +216,11 @@ class Informer(Section):
         """A factor beside a number."""
         if self.top is not None and self.is_set("factor"):
             yield self.problem("factor", f"has no effect beside top: {self.top}", "remove one")
+
+    def number(self, length: int) -> int:
+        """u: queries that attend, and keys sampled for each query, in a sequence of `length` tokens."""
+        wanted = self.factor * math.ceil(math.log(length)) if self.top is None else self.top
+        return max(1, min(length, wanted))
 
 
 class Reformer(Section):

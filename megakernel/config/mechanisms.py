@@ -177,8 +177,7 @@ def _informer(attention: Algebra) -> Mechanism:
     informer = attention.informer or Informer()
 
     def flops(shape: LayerShape) -> Parts:
-        top = informer.factor * math.ceil(math.log(shape.seq_len)) if informer.top is None else informer.top
-        top = max(1, min(shape.seq_len, top))
+        top = informer.number(shape.seq_len)
         return {
             "samples": shape.heads * top * 2 * shape.head_dim,
             "chosen": shape.heads * top * 4 * shape.head_dim,

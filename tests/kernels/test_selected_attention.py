@@ -123,6 +123,10 @@ def test_the_kernel_chooses_the_same_blocks_for_queries_in_bfloat16(draw):
     assert_chooses_the_same(draw, torch.bfloat16, rank=2, group=2)
 
 
+def whole_numbers(draw: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=draw).round().to(DEVICE)
+
+
 def assert_chooses_the_same(
     draw: torch.Generator,
     dtype: torch.dtype,
@@ -138,8 +142,8 @@ def assert_chooses_the_same(
 ) -> None:
     """Of whole numbers, whose products are exact and often equal, for two documents, one block missing of several."""
     width = 16  # the scale is a power of two, so that products stay exact
-    queries = torch.randn(batch, kv_heads, group, length, width, generator=draw).round().to(DEVICE, dtype)
-    keys = torch.randn(batch, kv_heads, blocks, rank, width, generator=draw).round().to(DEVICE)
+    queries = whole_numbers(draw, batch, kv_heads, group, length, width).to(dtype)
+    keys = whole_numbers(draw, batch, kv_heads, blocks, rank, width)
     ends = torch.arange(blocks, device=DEVICE).expand(batch, -1) * BLOCK + BLOCK - 1
     if blocks > 1:
         ends = torch.where(ends == ends[0, blocks // 3], MISSING, ends)
@@ -191,8 +195,8 @@ def assert_scores_the_same(
 ) -> None:
     """Of whole numbers, whose products are exact; queries list three groups of five blocks, the last often none."""
     width, count = 16, 18
-    queries = torch.randn(batch, kv_heads, group, length, width, generator=draw).round().to(DEVICE, dtype)
-    keys = torch.randn(batch, kv_heads, count, rank, width, generator=draw).round().to(DEVICE)
+    queries = whole_numbers(draw, batch, kv_heads, group, length, width).to(dtype)
+    keys = whole_numbers(draw, batch, kv_heads, count, rank, width)
     landmarks = Landmarks(keys, keys[..., :0], torch.arange(count, device=DEVICE).expand(batch, -1))
     places = torch.randint(-1, count, (batch, groups, blocks), generator=draw).to(DEVICE)
     lists = (

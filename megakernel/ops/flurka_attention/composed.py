@@ -10,7 +10,6 @@ If `python -m benchmarks.kernels.composed` shows that this takes at most 1.1 tim
 (docs/results.md).
 """
 
-from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from megakernel.ops.flurka_attention.options import FlurkaInputs
 from megakernel.ops.flurka_attention.tensors import FlurkaKeyTensors, FlurkaStatic, SavedLandmarks
 from megakernel.ops.flurka_attention.triton import FlurkaLaunches
 from megakernel.ops.kernel_attention import kernels, query_kernels
-from megakernel.ops.kernel_attention.triton import products_of_tokens
+from megakernel.ops.kernel_attention.triton import later_products
 from megakernel.ops.kernels.arguments import Queries, Rows, SequenceInfo, State, Tokens
 from megakernel.ops.kernels.launcher import Grid, Launcher, output_buffer
 from megakernel.ops.kernels.operator import Operator
@@ -289,9 +288,7 @@ class ComposedLaunches(NamedTuple):
                 grads = grads._replace(far_weight=dfar_weight)
         else:
             grads = grads._replace(gate=dmerge)
-        projection_grad = (
-            None if dproj is None else cache(partial(products_of_tokens, dproj, q, self.seq.heads))
-        )
+        projection_grad = later_products(dproj, q, self.seq.heads)
         return QueryBackward(bwd_queries, grads, projection_grad, (dmerge, dfar_weight, *of_keys))
 
     def bwd_write(

@@ -10,7 +10,7 @@ segment.
 Landmarks are keys of `kernel_attention`'s kernels, which sum them, scan their states and compute their gradients.
 """
 
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +41,7 @@ from megakernel.ops.kernel_attention import kernels
 from megakernel.ops.kernel_attention.triton import (
     bwd_dkv,
     gradient_of_projection,
+    later_products,
     products_of_tokens,
     sum_queries,
     unsupported_features,
@@ -429,9 +430,7 @@ class FlurkaLaunches(NamedTuple):
         if queries.gate_weight is not None:
             products = products_of_tokens(dmerge.to(q.dtype)[..., None], q, q.shape[1])
             grads = grads._replace(gate_weight=products[:, 0].to(queries.gate_weight.dtype))
-        projection_grad = (
-            None if dproj is None else cache(partial(products_of_tokens, dproj, q, self.seq.heads))
-        )
+        projection_grad = later_products(dproj, q, self.seq.heads)
         op_saved = _MergeBackward(launches, merged, means, dmerge, dfar_weight)
         return QueryBackward(bwd_queries, grads, projection_grad, op_saved, finish_dq)
 

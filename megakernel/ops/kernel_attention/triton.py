@@ -8,6 +8,7 @@ output, two numbers per token, one state per segment, and the features of keys i
 Keys k are (B, H_kv, N, d); with priors (H_kv, M), the M keys of a position are adjacent, (B, H_kv, N, M d).
 """
 
+from collections.abc import Callable
 from functools import cache, partial, reduce
 from typing import Any, NamedTuple
 
@@ -376,9 +377,7 @@ class KernelLaunches(NamedTuple):
         grid = Grid.QUERY_TILES
         arguments = (len(q), *inputs, *outputs)
         launcher.launch(query_kernels.bwd_dq, *arguments, grid=grid, NORMALIZE=self.normalize)
-        projection_grad = (
-            None if dproj is None else cache(partial(products_of_tokens, dproj, q, self.seq.heads))
-        )
+        projection_grad = later_products(dproj, q, self.seq.heads)
         return QueryBackward(bwd_queries, KernelQueryTensors(dq), projection_grad)
 
     def sum_queries(self, queries: Queries, length: int) -> State:
@@ -443,6 +442,11 @@ def products_of_tokens(dproj: Tensor, x: Tensor, heads: int) -> Tensor:
     if len(products) == 1 and heads == dproj.shape[1]:
         return products[0]
     return torch.stack(products).unflatten(1, (heads, -1)).sum((0, 2), dtype=torch.float32)
+
+
+def later_products(dproj: Tensor | None, x: Tensor, heads: int) -> Callable[[], Tensor] | None:
+    """Computes `products_of_tokens` once, when it is asked for: see `QueryBackward`; None without gradients."""
+    return None if dproj is None else cache(partial(products_of_tokens, dproj, x, heads))
 
 
 def gradient_of_projection(projection: Tensor, *parts: Tensor) -> Tensor:

@@ -52,13 +52,13 @@ def chunked(
     """Linear time, with three thin matrices; k and v have H heads, landmarks (B, H, F)."""
     q, k = q.to(accum_dtype(q.dtype)), k.to(accum_dtype(k.dtype))
     rows = torch.cat([q, k], 2).gather(2, landmarks[..., None].expand(-1, -1, -1, q.shape[3]))
-    to_landmarks, between, from_keys = _gaussian(q, rows), _gaussian(rows, rows), _gaussian(rows, k)
+    to_landmarks, between, from_keys = gaussian(q, rows), gaussian(rows, rows), gaussian(rows, k)
     if key_mask is not None:
         from_keys = from_keys.masked_fill(~key_mask[:, None, None], 0.0)
     return (to_landmarks @ (invert(between) @ (from_keys @ v.to(q.dtype)))).to(v.dtype)
 
 
-def _gaussian(x: Tensor, y: Tensor) -> Tensor:
+def gaussian(x: Tensor, y: Tensor) -> Tensor:
     """kappa(x, y) (..., n, m) of x (..., n, d) and y (..., m, d)."""
     squares = x.square().sum(-1)[..., None] + y.square().sum(-1)[..., None, :]
     distances = (squares - 2 * x @ y.transpose(-1, -2)).clamp(min=0)

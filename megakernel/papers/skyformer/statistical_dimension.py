@@ -16,6 +16,7 @@ from torch import Tensor
 from megakernel.analysis.plots.subject import Subject
 from megakernel.analysis.plots.table import Row
 from megakernel.papers.skyformer.measurements import rotated
+from megakernel.papers.skyformer.skyformer_attention import gaussian
 
 EPSILONS = (0.1, 0.01, 0.001)
 """Errors relative to |C|."""
@@ -49,7 +50,7 @@ def measure_statistical_dimension(subject: Subject) -> list[Row]:
 def dimensions(q: Tensor, k: Tensor) -> list[tuple[float, float]]:
     """(d_stat, 2N max leverage) for each of EPSILONS; q, k: (N, d) float64 of one head."""
     rows = torch.cat([q, k])
-    completed = gaussian(rows)
+    completed = gaussian(rows, rows)
     norm = torch.linalg.matrix_norm(completed[: len(q), len(q) :], ord=2)
     eigenvalues, vectors = torch.linalg.eigh(completed)
     found = []
@@ -59,10 +60,3 @@ def dimensions(q: Tensor, k: Tensor) -> list[tuple[float, float]]:
         leverage = vectors.square() @ shares
         found.append((shares.sum().item(), len(rows) * leverage.max().item()))
     return found
-
-
-def gaussian(x: Tensor) -> Tensor:
-    """exp(-|x_i - x_j|^2 / 2 sqrt(d)) of rows x (n, d): (n, n)."""
-    squares = x.square().sum(-1)
-    distances = (squares[:, None] + squares - 2 * x @ x.T).clamp(min=0)
-    return torch.exp(-distances / (2 * x.shape[-1] ** 0.5))

@@ -13,7 +13,7 @@ from megakernel.config.algebra import Informer
 from megakernel.config.attention import Attention
 from megakernel.papers.sparse import BITS
 from megakernel.papers.sparse.draws import Draws
-from megakernel.papers.sparse.informer_attention import chosen_number, chosen_numbers, informer_attention
+from megakernel.papers.sparse.informer_attention import chosen_numbers, informer_attention
 
 
 class InformerAttention(AttentionLayer):
@@ -27,8 +27,7 @@ class InformerAttention(AttentionLayer):
 
     def __init__(self, config: Attention, settings: LayerSettings):
         super().__init__(config, settings)
-        informer = config.informer or Informer()
-        self.factor, self.top = informer.factor, informer.top
+        self.informer = config.informer or Informer()
         self.draws = Draws(settings, "samples", interval=1)
 
     def sharded_parameters(self) -> dict[str, int]:
@@ -43,7 +42,7 @@ class InformerAttention(AttentionLayer):
         length = q.shape[2]
         # Real tokens come first.
         counts = torch.full((len(q),), length, device=q.device) if inputs.counts is None else inputs.counts
-        limit = chosen_number(length, self.factor, self.top)
+        limit = self.informer.number(length)
 
         def sampled(places: Tensor) -> Tensor:
             draws = self.draws.at(places, limit, ulysses.query_heads)
@@ -54,7 +53,7 @@ class InformerAttention(AttentionLayer):
             k,
             v,
             sampled=sampled,
-            chosen=chosen_numbers(counts, self.factor, self.top),
+            chosen=chosen_numbers(counts, self.informer.factor, self.informer.top),
             limit=limit,
             counts=counts,
         )

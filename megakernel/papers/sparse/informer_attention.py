@@ -3,7 +3,6 @@
 See docs/formulas.md, 12.
 """
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -14,21 +13,15 @@ from megakernel.ops.dispatch import choose
 from megakernel.ops.tensors import accum_dtype
 
 Sampled = Callable[[Tensor], Tensor]
-"""Indices of queries (n,) -> indices (B or 1, H, n, U) of real keys, drawn with replacement; U as in `chosen_number`.
+"""Indices of queries (n,) -> indices (B or 1, H, n, U) of real keys, drawn with replacement; U as `limit`.
 """
 
 PAIRS = 2**15
 """Pairs of queries and sampled keys that are scored at once, per sequence and head."""
 
 
-def chosen_number(length: int, factor: int, top: int | None) -> int:
-    """u, and U: queries that attend, and keys sampled for each, in a sequence of `length` tokens."""
-    wanted = factor * math.ceil(math.log(length)) if top is None else top
-    return max(1, min(length, wanted))
-
-
 def chosen_numbers(counts: Tensor, factor: int, top: int | None) -> Tensor:
-    """`chosen_number` of every sequence: (B,) of its real tokens (B,); 1 without any."""
+    """`Informer.number` of every sequence: (B,) of its real tokens (B,); 1 without any."""
     counts = counts.clamp(min=1)
     wanted = factor * counts.double().log().ceil().long() if top is None else torch.full_like(counts, top)
     return wanted.minimum(counts).clamp(min=1)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megakernel.attention import Rotary
+from megakernel.config.algebra import Informer
 from megakernel.ops.documents import Positions
 from megakernel.ops.feature_maps import FEATURE_MAPS
 from megakernel.ops.flurka_attention import flurka_attention
@@ -355,7 +356,7 @@ def call_bigbird(leaves: Leaves, _: Positions, __: Any, backend: str):
 
 def call_informer(leaves: Leaves, _: Positions, __: Any, backend: str):
     length = leaves["q"].shape[2]
-    number = informer_attention.chosen_number(length, 1, None)
+    number = Informer(factor=1).number(length)
     draws = torch.randint(length, (HEADS, length, number), generator=torch.Generator().manual_seed(0))
     options = {"sampled": lambda places: draws[None, :, places], "limit": number, "backend": backend}
     chosen = torch.full((BATCH,), number)

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel.attention import AttentionInputs, build, redraw
+from megakernel.config.algebra import Informer
 from megakernel.papers.sparse.bigbird_attention import MISSING, choose_blocks
-from megakernel.papers.sparse.informer_attention import chosen_number, chosen_numbers
+from megakernel.papers.sparse.informer_attention import chosen_numbers
 
 PRESETS = ("bigbird", "informer", "reformer")
 HEADS, WIDTH = 2, 8
@@ -92,7 +93,7 @@ def test_random_blocks_stay_the_same_in_training_and_after_a_restart():
 
 def test_the_number_of_queries_grows_with_the_logarithm_of_real_tokens():
     lengths = [1, 2, 3, 20, 21, 1000, 4096]
-    numbers = [chosen_number(length, 5, None) for length in lengths]
+    numbers = [Informer(factor=5).number(length) for length in lengths]
     assert numbers == [1, 2, 3, 15, 20, 35, 45]
     assert chosen_numbers(torch.tensor(lengths), 5, None).tolist() == numbers
     assert chosen_numbers(torch.tensor([0, 3, 50]), 5, 8).tolist() == [1, 3, 8]
