@@ -19,7 +19,8 @@ class Batch:
     labels: Tensor
     """Targets, int64 (float32 for a regression), per token (B, N) or per example (E,).
 
-    A causal model's label is the next token; the last one lies beyond this shard's edge.
+    A causal model's label is the next token; the last one lies beyond this shard's edge. An encoder-decoder's rows are
+    E sources and E targets in turn, and its labels are those of the targets (E, N).
     """
 
     loss_mask: Tensor
@@ -30,6 +31,11 @@ class Batch:
 
     PADDING marks padding, which may lie anywhere; positions count past it.
     """
+
+    @property
+    def label_positions(self) -> Tensor:
+        """Positions of the tokens that labels are of: of all tokens, or of the targets behind each source."""
+        return self.positions if len(self.positions) == len(self.labels) else self.positions[1::2]
 
     @property
     def cu_seqlens(self) -> Tensor:

@@ -181,7 +181,8 @@ class Corpora:
         of the text."""
         corpora = self.of_split(split, stage)
         are_known = all(corpus.record(split).bytes is not None for corpus in corpora)
-        return self._all_tokens_count and are_known and not any(corpus.is_chat for corpus in corpora)
+        is_plain = not any(corpus.is_chat or corpus.manifest.pairs for corpus in corpora)
+        return self._all_tokens_count and are_known and is_plain
 
     def bits_per_byte(self, loss: float, split: str, stage: int = 0) -> float:
         """Loss in nats per token -> bits per UTF-8 byte of the split's text, comparable across tokenizers."""

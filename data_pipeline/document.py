@@ -9,7 +9,7 @@ Label: TypeAlias = int | str
 
 
 class Document(NamedTuple):
-    """One text; or a labeled example of one text, or of two that are compared."""
+    """One text; a text and its translation; or a labeled example of one text, or of two that are compared."""
 
     texts: tuple[str, ...]
 
@@ -30,6 +30,11 @@ class Document(NamedTuple):
 
     place: tuple[str, int] | None = None
     """Of a conversation: its file and row, to name it if the template rejects it."""
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether it is a text and its translation."""
+        return len(self.texts) == 2 and self.label is None and not self.joined
 
     @property
     def content(self) -> bytes:
@@ -55,6 +60,9 @@ class Columns:
         """All columns, the label last."""
         return (*self.texts, self.label) if self.label is not None else self.texts
 
+
+DOCUMENTS_PER_PAIR = 2
+"""A text and its translation, adjacent in the token files."""
 
 TEXT = Columns()
 """Only column `text`."""

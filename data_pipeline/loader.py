@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from data_pipeline.batch import Batch
 from data_pipeline.corpus import Corpora
+from data_pipeline.examples import Cut
 from data_pipeline.objective import SampleObjective, open_objective, open_training
 from data_pipeline.order import ConsumptionOrder, Share, samples_by_pass
 from data_pipeline.packing import Packing
@@ -44,7 +45,7 @@ class CorpusUse:
     corpus: str
 
     share: float
-    """Of the tokens that the run reads; of the examples, for a classifier."""
+    """Of the tokens that the run reads; of the examples, for a classifier or an encoder-decoder."""
 
     passes: float
     """Passes over the corpus in the whole run."""
@@ -131,6 +132,14 @@ class TrainingBatches:
         objectives = {id(batches.objective): batches.objective for batches in ahead}.values()
         found = [one for objective in objectives for one in objective.samples.packing()]
         return list({(one.seq_len, one.corpus): one for one in found}.values())
+
+    def cut(self, step: int = 0) -> list[Cut]:
+        """The documents longer than a sequence, of each corpus and length that `step` or a later step reads.
+
+        None for packed text, where `packing` says what is cut.
+        """
+        ahead = {id(one.objective): one.objective for one in self._phases if one.phase.end_step > step}
+        return list(dict.fromkeys(one for objective in ahead.values() for one in objective.cut()))
 
     def from_step(self, step: int) -> Generator[list[Batch], None, None]:
         """The micro-batches of each step from `step` to the end of training, prefetched within a phase."""

@@ -161,6 +161,9 @@ class Manifest(_Record):
     labels: LabelsRecord | None = None
     """None if documents have no labels."""
 
+    pairs: bool = False
+    """Whether every two documents are a text and its translation; so in no folder of earlier versions."""
+
     chat_template: str | None = None
     """SHA-256 of the template that rendered conversations, in which only scored tokens count; None: plain texts."""
 

@@ -12,6 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
+from data_pipeline.document import DOCUMENTS_PER_PAIR
 from data_pipeline.manifest import (
     FileRecord,
     Manifest,
@@ -152,6 +153,11 @@ def _check_alike(first_folder: Path, first: Manifest, folder: Path, manifest: Ma
             f"{folder} has chat template {manifest.chat_template}, and {first_folder} has {first.chat_template}; "
             "prepare both with the same options"
         )
+    if manifest.pairs != first.pairs:
+        pairs, texts = (folder, first_folder) if manifest.pairs else (first_folder, folder)
+        raise UserError(
+            f"{pairs} holds pairs of a text and its translation, and {texts} does not; merge pairs with pairs"
+        )
     for split, record in manifest.splits.items():
         if split in first.splits and (record.scored is None) != (first.splits[split].scored is None):
             with_answers, without = (
@@ -289,7 +295,10 @@ def _report(out: Path, merged: Manifest, manifests: dict[Path, Manifest], consol
 
     say(f"{out}: {len(manifests)} folders, tokenizer {merged.tokenizer.kind}")
     for split, record in merged.splits.items():
-        say(f"  {split}: {record.documents:,} documents, {record.tokens:,} tokens")
+        documents = f"{record.documents:,} documents"
+        if merged.pairs:
+            documents = f"{record.documents // DOCUMENTS_PER_PAIR:,} pairs"
+        say(f"  {split}: {documents}, {record.tokens:,} tokens")
         missing = [folder for folder, manifest in manifests.items() if split not in manifest.splits]
         if missing:
             say(f"    {len(missing)} folders have no {split} split, the first: {missing[0]}")

@@ -7,15 +7,19 @@ from typing import Any, Protocol
 from data_pipeline.batch import Batch
 from data_pipeline.blend import Blend, blend_order
 from data_pipeline.corpus import Corpora, PreparedCorpus
-from data_pipeline.labelled import LabeledDocuments, check_labels, example_weights, examples_of
+from data_pipeline.document import DOCUMENTS_PER_PAIR
+from data_pipeline.examples import Cut, example_weights, examples_of
+from data_pipeline.labelled import LabeledDocuments, check_labels
 from data_pipeline.masking import MaskedTokens, Vocabulary
 from data_pipeline.order import Share
 from data_pipeline.packed_text import NextTokens
+from data_pipeline.pairs import TranslationPairs, check_no_pairs, check_pairs
 from data_pipeline.reading import Place, Source, Stream, places
 from data_pipeline.samples import BlendedSamples, index_cache, samples_of
 from megakernel.config.data import Masking
 from megakernel.config.data_phases import DataPhase
 from megakernel.config.errors import UserError
+from megakernel.config.model import Model
 from megakernel.config.tree import Config
 
 
@@ -28,6 +32,9 @@ class SampleObjective(Protocol):
 
     def batch(self, indices: Sequence[int], share: Share) -> Batch:
         """The share's shard of these samples of the stream."""
+
+    def cut(self) -> list[Cut]:
+        """How many documents of each corpus's split are longer than a sequence, where each has one of its own."""
 
 
 def open_objective(
@@ -49,11 +56,16 @@ def open_objective(
     key, seed = data.key_of(split, stage), config.run.seed if split == "train" else 0
     periodic = data.blend == "periodic"
     vocabulary = Vocabulary(corpora.vocab_size, corpora.eod, corpora.bos)
+    starts = None if places is None else [place.start for place in places]
+    if model.kind == "encoder_decoder":
+        check_pairs((key, corpus) for corpus in parts)
+        eod = corpora.eod
+        return TranslationPairs(parts, split, seq_len, seed, eod, eod, periodic, starts)
     if model.classifier is not None:
+        check_no_pairs(parts, key)
         named_corpora = [("data.train", corpus) for corpus in corpora.train]
         check_labels([*named_corpora, *((key, corpus) for corpus in parts)], model.classifier)
         prefix = [vocabulary.cls] if model.classifier.pooling == "cls" else []
-        starts = None if places is None else [place.start for place in places]
         documents = model.classifier.documents
         return LabeledDocuments(parts, split, seq_len, seed, documents, prefix, periodic, starts)
     answers = data.scored == "answers"
@@ -97,11 +109,11 @@ def open_training(config: Config, corpora: Corpora, parts: Sequence[DataPhase]) 
 
 def _stream(config: Config, corpora: Corpora, part: DataPhase) -> Stream:
     """What a stream takes of each corpus."""
-    phase, classifier = part.phase, config.model.classifier
+    phase, documents = part.phase, _documents_per_example(config.model)
     parts, seq_len = corpora.of_split("train", part.mixture), phase.training.seq_len
-    if classifier is not None:
-        weights = example_weights(parts, "train", classifier.documents)
-        sizes = [max(1, examples_of(corpus, "train", classifier.documents)) for corpus in parts]
+    if documents is not None:
+        weights = example_weights(parts, "train", documents)
+        sizes = [max(1, examples_of(corpus, "train", documents)) for corpus in parts]
     else:
         weights = [corpus.share("train") for corpus in parts]
         # `BlendedSamples` refuses a corpus without a whole sample.
@@ -115,8 +127,15 @@ def _stream(config: Config, corpora: Corpora, part: DataPhase) -> Stream:
         seen[content] += 1
     samples = None if phase.stream_end is None else phase.stream_end - phase.stream_start
     planned = None if part.planned_end is None else max(0, part.planned_end - phase.stream_start)
-    unit = 1 if classifier is not None and config.data.unread_first else seq_len
+    unit = 1 if documents is not None and config.data.unread_first else seq_len
     return Stream(unit, sources, blend_order(weights, config.data.blend == "periodic"), samples, planned)
+
+
+def _documents_per_example(model: Model) -> int | None:
+    """Documents that are one sample together, however long; None: samples are packed text."""
+    if model.classifier is not None:
+        return model.classifier.documents
+    return DOCUMENTS_PER_PAIR if model.kind == "encoder_decoder" else None
 
 
 def check_no_chats(corpora: Sequence[PreparedCorpus], key: str) -> None:

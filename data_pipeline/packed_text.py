@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.batch import Batch
+from data_pipeline.examples import Cut
 from data_pipeline.order import Share
 from data_pipeline.samples import BlendedSamples, SampleShard
 
@@ -38,6 +39,10 @@ class PackedText:
 
     samples: BlendedSamples
     isolate_documents: bool
+
+    def cut(self) -> list[Cut]:
+        """See `SampleObjective`; what packing cuts is in its statistics."""
+        return []
 
 
 class NextTokens(PackedText):

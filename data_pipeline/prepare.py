@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.progress import (
@@ -36,15 +37,15 @@ from data_pipeline.accounting import (
     describe_files,
 )
 from data_pipeline.chat import ChatTemplate
-from data_pipeline.document import Columns, Document
+from data_pipeline.document import DOCUMENTS_PER_PAIR, Columns, Document
 from data_pipeline.encoding import HASHES, content_hash, encode, parallel_map
 from data_pipeline.files import recognize
 from data_pipeline.labels import write_labels
 from data_pipeline.manifest import LabelsRecord, Manifest, SourcePart, SplitRecord, TokenizerRecord
 from data_pipeline.partial_folder import PartialFolder, resumable_folder
 from data_pipeline.source_names import is_prepared, open_source, source_kind
-from data_pipeline.sources import BENCHMARKS, HUB, DocumentSource, is_unicode
-from data_pipeline.token_files import TokenWriter, token_dtype
+from data_pipeline.sources import BENCHMARKS, GETTEXT, HUB, DocumentSource, is_unicode
+from data_pipeline.token_files import TokenFile, TokenWriter, token_dtype
 from data_pipeline.tokenizers import Tokenizer
 from data_pipeline.verification import check_unchanged
 from megakernel.config.errors import UserError, first_line, report_write_errors
@@ -59,10 +60,12 @@ class PrepareRequest(BaseModel):
     """Directories and files, compressed or not (JSON lines under any name, JSON arrays, .csv, .tsv, Parquet and Arrow
     hold a document per row; any other text is one document; a directory with tables is read as tables, and the rest is
     listed as left out: docs/data.md), hf:NAME[:CONFIG] for a dataset of the hub, stdlib (this Python's library; with
-    --labels package, functions of eight of its packages), task:NAME[:key=value,...] for generated examples
-    (docs/evaluation.md), or a labeled task (docs/benchmarks.md): lra:listops, lra:pathfinder and sparsity are generated
-    (options: lra:listops:train=1000,max_length=200); lra:listops, lra:text, lra:spam, lra:retrieval, lra:image and
-    glue:TASK are read from their published files (lra:listops:FOLDER) or the hub (glue:cola:hf:NAME:CONFIG)."""
+    --labels package, functions of eight of its packages), gettext:LANGUAGE[:FOLDER] (pairs of English messages of
+    installed programs and their translations, such as gettext:de; FOLDER is /usr/share/locale),
+    task:NAME[:key=value,...] for generated examples (docs/evaluation.md), or a labeled task (docs/benchmarks.md):
+    lra:listops, lra:pathfinder and sparsity are generated (options: lra:listops:train=1000,max_length=200);
+    lra:listops, lra:text, lra:spam, lra:retrieval, lra:image and glue:TASK are read from their published files
+    (lra:listops:FOLDER) or the hub (glue:cola:hf:NAME:CONFIG)."""
 
     tokenizer: str
     """Byte, bpe:SIZE (trained on the first 100 million characters), words (split at spaces), pixels (images), or a
@@ -81,7 +84,8 @@ class PrepareRequest(BaseModel):
     """Column with the class of a row, for a classifier."""
 
     second_text_key: str | None = None
-    """Column with a second text, to compare with the first (labeled rows only)."""
+    """Column with a second text: the translation of the first, for an encoder-decoder (such rows are pairs); with
+    --labels, one to compare with the first."""
 
     split: str = "train"
     """Split of a hub dataset to read."""
@@ -119,6 +123,12 @@ class PrepareRequest(BaseModel):
         """The columns to read from a table."""
         second = () if self.second_text_key is None else (self.second_text_key,)
         return Columns((self.text_key, *second), self.labels, chat=self.chat)
+
+    @property
+    def is_pairs(self) -> bool:
+        """Whether documents are pairs of a text and its translation."""
+        has_two = self.second_text_key is not None and self.labels is None
+        return has_two or source_kind(self.source) == GETTEXT
 
     @property
     def part_numbers(self) -> tuple[int, int]:
@@ -165,19 +175,32 @@ class PrepareRequest(BaseModel):
             reasons["include"] = f"chooses files of directories, and {source} names none"
         if kind in BENCHMARKS:
             reasons["validation_fraction"] = f"splits documents, and {source} is already split"
-        if kind not in (None, "stdlib"):
+        if kind == GETTEXT:
+            reasons["part"] = (
+                f"chooses files, and {source} reads all catalogs, so that each pair is there once"
+            )
+        elif kind not in (None, "stdlib"):
             reasons["part"] = f"chooses files, and {source} has none"
         # With labels or conversations other errors say what is no table.
         if not (kind == HUB or names_folder or is_table or self.labels is not None or self.chat):
-            reasons["text_key"] = f"is a column of tables, and {source} has none"
+            for key in ("text_key", "second_text_key"):
+                reasons[key] = f"is a column of tables, and {source} has none"
         return reasons
 
     def check(self) -> None:
         """UserError for invalid options or combinations of them."""
         if not 0 <= self.validation_fraction < 1:
             raise UserError(f"--validation-fraction {self.validation_fraction} must lie in [0, 1)")
-        if self.second_text_key is not None and self.labels is None:
-            raise UserError(f"--second-text-key {self.second_text_key} needs labels; add --labels KEY")
+        if self.second_text_key is not None and self.chat:
+            raise UserError(
+                f"--second-text-key {self.second_text_key}: conversations have no second text; leave out one of it and "
+                "--chat"
+            )
+        if self.second_text_key == self.text_key:
+            raise UserError(
+                f"--second-text-key {self.second_text_key} is the column of the first text, too; name another one with "
+                "it or with --text-key"
+            )
         if self.chat_template is not None and not self.chat:
             raise UserError(f"--chat-template {self.chat_template} needs conversations; add --chat")
         if self.chat and self.labels is not None:
@@ -237,7 +260,7 @@ _DEFAULTS = {name: field.default for name, field in PrepareRequest.model_fields.
 
 
 _BEFORE_PATH = re.compile(
-    r"task:.*?[:,]filler=(?!(?:sentences|validation)(?:,|$))|(?:lra|glue):[^:]*:(?!hf:|[^,]*=|$)"
+    r"task:.*?[:,]filler=(?!(?:sentences|validation)(?:,|$))|(?:lra|glue):[^:]*:(?!hf:|[^,]*=|$)|gettext:[^:]*:(?!$)"
 )
 """What is before the path in the name of a source that has one."""
 
@@ -335,6 +358,7 @@ def prepare(
             ),
             splits=splits,
             labels=labels,
+            pairs=request.is_pairs,
             chat_template=digest(tokenizer.chat_template or "") if request.chat else None,
             skipped=dict(counts.skipped),
             versions=_versions(),
@@ -410,7 +434,15 @@ def _summary(out: Path, manifest: Manifest, source: DocumentSource, counts: Coun
     for name, split in manifest.splits.items():
         size = f"{(split.bytes or 0) / 1e6:,.1f} MB"
         answers = f", {split.scored.tokens:,} tokens of answers" if split.scored else ""
-        yield f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {size}{answers}"
+        if manifest.pairs:
+            lengths = TokenFile(out / name).sequence_lengths
+            of_source, of_target = (
+                int(lengths[side::DOCUMENTS_PER_PAIR].sum(dtype=np.int64)) for side in (0, 1)
+            )
+            tokens = f"{of_source:,} source tokens, {of_target:,} target tokens"
+            yield f"  {name}: {split.documents // DOCUMENTS_PER_PAIR:,} pairs, {tokens}, {size}"
+        else:
+            yield f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {size}{answers}"
     if manifest.labels is not None:
         classes = ", ".join(map(str, manifest.labels.classes))
         yield f"  classes: {classes}" if classes else "  labels are numbers"
@@ -420,7 +452,7 @@ def _summary(out: Path, manifest: Manifest, source: DocumentSource, counts: Coun
         listed = ", ".join(found) + (f" and {more} more" if more else "")
         yield f"  special tokens in texts: {listed or 'none'}"
     for reason, count in manifest.skipped.items():
-        yield f"  skipped {count:,} documents: {reason}"
+        yield f"  skipped {count:,} {'pairs' if manifest.pairs else 'documents'}: {reason}"
     for line in describe_bad_rows(counts):
         yield f"    {line}"
     for line in describe_files(source.files, counts.left_out):
@@ -502,7 +534,10 @@ def _write_splits(
     save_from = 0.0
     with _progress(console) as progress:
         limits = [limit for limit in (source.total, request.max_documents) if limit is not None]
-        task = progress.add_task("documents", total=min(limits, default=None), tokens=0)
+        documents = DOCUMENTS_PER_PAIR if request.is_pairs else 1
+        task = progress.add_task(
+            "pairs" if request.is_pairs else "documents", total=min(limits, default=None), tokens=0
+        )
         bound = saved["bound"] if "bound" in saved else _validation_bound(source, request)
         parse = request.special_tokens == "parse"
         encoder_arguments = folder / "tokenizer", dtype.__name__, request.seed, bound, parse
@@ -523,7 +558,8 @@ def _write_splits(
                     {"counts": read_rows, "rejected": bad_rows, "bound": bound, "splits": state}
                 )
                 save_from = time.monotonic() + (time.monotonic() - now) / _SHARE_OF_SAVING
-            read = sum(writer.documents for writer in writers.values()) + source.skipped.total()
+            written = sum(writer.documents for writer in writers.values()) // documents
+            read = written + source.skipped.total()
             progress.update(task, completed=read, tokens=sum(writer.tokens for writer in writers.values()))
     counts = _sum(source.counts, rejected)
     check_bad_rows(counts, source.max_bad_rows, at_end=True)

@@ -31,6 +31,7 @@ from data_pipeline import megatron_files
 from data_pipeline.blend import Blend
 from data_pipeline.corpus import PreparedCorpus
 from data_pipeline.packing import Packing, pack
+from data_pipeline.pairs import check_no_pairs
 from data_pipeline.reading import EpochPart, Place, Reading
 from data_pipeline.token_files import TokenFile, scored_prefix
 from megakernel.config.data import Data
@@ -420,10 +421,11 @@ class BlendedSamples(Blend[Tensor]):
         answers: also read which tokens belong to answers, if a corpus records it; always read for conversations.
         periodic: see `Blend`. places: where in each corpus the stream reads; None: from the start.
 
-        Raises UserError if a corpus has too few tokens for one sample.
+        Raises UserError if a corpus has too few tokens for one sample, or holds pairs.
         """
         for corpus in corpora:
             _check_holds_a_sample(corpus, split, seq_len, keys)
+        check_no_pairs(corpora, keys[0])
         self.seq_len = seq_len
         files = OpenFiles()
         readings = [None] * len(corpora) if places is None else [place.reading for place in places]

@@ -8,11 +8,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from data_pipeline.catalogs import catalogs
 from data_pipeline.document import TEXT, Columns
 from data_pipeline.files import ABOUT_FILES, EMPTY, TABLE_ENDINGS, TEXT_FILE, File, choose, recognize
 from data_pipeline.manifest import FILE as MANIFEST
 from data_pipeline.sources import (
     BENCHMARKS,
+    GETTEXT,
     HUB,
     DocumentSource,
     Files,
@@ -27,9 +29,9 @@ _log = logging.getLogger(__name__)
 
 
 def source_kind(spec: Sequence[str]) -> str | None:
-    """`stdlib`, `hf`, `task` or one of BENCHMARKS, as `--source SPEC...` says; None for files and directories."""
+    """The name of a source that `--source SPEC...` means, such as `stdlib` or `hf`; None for files and directories."""
     name, colon, _ = spec[0].partition(":")
-    is_named = list(spec) == ["stdlib"] or name in BENCHMARKS or (colon and name in (HUB, "task"))
+    is_named = list(spec) == ["stdlib"] or name in BENCHMARKS or (colon and name in (HUB, GETTEXT, "task"))
     return name if is_named and len(spec) == 1 else None
 
 
@@ -44,11 +46,12 @@ def open_source(
 ) -> DocumentSource:
     """The source that `--source SPEC...` names.
 
-    `stdlib`, `hf:NAME[:CONFIG]`, `task:NAME[:key=value,...]`, what `open_benchmark` knows, or files and directories.
+    `stdlib`, `hf:NAME[:CONFIG]`, `gettext:LANGUAGE[:FOLDER]`, `task:NAME[:key=value,...]`, what `open_benchmark` knows,
+    or files and directories.
 
     `stdlib` with labels: its functions, labeled by package. include: name patterns for files inside directories; empty
     matches all. seed, workers: of generated tasks. Raises UserError for a missing path, a directory without a matching
-    file, labels or conversations that are not in tables, and as `open_benchmark` does.
+    file or catalog, labels, pairs or conversations that are not in tables, and as `open_benchmark` does.
     """
     kind = source_kind(spec)
     if columns.chat and kind not in (None, HUB):
@@ -65,6 +68,8 @@ def open_source(
             raise UserError(
                 f"--labels {columns.label} is a column of tables, and {spec[0]} is not a table; leave it out"
             )
+        if kind == GETTEXT:
+            return catalogs(spec[0])
         # Many imports that few commands need.
         from data_pipeline.papers.tasks import open_benchmark
         from data_pipeline.synthetic.source import TaskSource
@@ -111,9 +116,12 @@ def _file_source(
     plain = next((file.path for file in read if not file.is_table), None)
     if plain is not None and columns.chat:
         raise _no_conversations(plain)
-    if plain is not None and columns.label is not None:
+    option = None if columns.label is None else f"--labels {columns.label}"
+    if option is None and len(columns.texts) > 1:
+        option = f"--second-text-key {columns.texts[1]}"
+    if plain is not None and option is not None:
         raise UserError(
-            f"--labels {columns.label} is a column of tables and {plain} is not a table; "
+            f"{option} is a column of tables and {plain} is not a table; "
             f"give files that end in {', '.join(TABLE_ENDINGS)}, or choose them with --include"
         )
     return Files(files, columns, description)

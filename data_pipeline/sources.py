@@ -41,6 +41,7 @@ from megakernel.config.errors import UserError, first_line
 from megakernel.config.extras import need
 
 HUB = "hf"
+GETTEXT = "gettext"
 BENCHMARKS = ("lra", "glue", "sparsity")
 """Prefixes, before a colon, of sources that are not paths."""
 
@@ -100,6 +101,8 @@ class DocumentSource(ABC):
             if isinstance(document, BadRow):
                 self.counts.add_bad(self._place, document.number, document.reason)
                 check_bad_rows(self.counts, self.max_bad_rows, at_end=False)
+            elif document.is_pair and not all(map(str.strip, document.texts)):
+                self.skipped["one side is empty"] += 1
             elif not all(document.texts):
                 self.skipped["empty"] += 1
             elif document.messages is not None and all(m["role"] != ASSISTANT for m in document.messages):

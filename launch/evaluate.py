@@ -31,8 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--task",
         action="append",
         metavar="NAME[:key=value,...]",
-        help="lm (the default), passkey, needle, mqar, copy, induction, variables, common_words or frequent_words with "
-        "options, or lm_eval:NAME of lm-evaluation-harness (docs/evaluation.md); may be given several times",
+        help="lm (the default), translation, passkey, needle, mqar, copy, induction, variables, common_words or "
+        "frequent_words with options, or lm_eval:NAME of lm-evaluation-harness (docs/evaluation.md); may be given "
+        "several times",
     )
     add(
         "--include-path",
@@ -95,7 +96,7 @@ def _results(args: argparse.Namespace) -> "Iterator[TaskResult]":
 
     from megakernel.checkpoint.opened import find_model
     from megakernel.evaluation import evaluate_tasks, not_drawn, record, send
-    from megakernel.generation import continue_texts
+    from megakernel.generation import continue_texts, translate_sources
 
     stderr = console(stderr=True)
 
@@ -120,6 +121,7 @@ def _results(args: argparse.Namespace) -> "Iterator[TaskResult]":
         step = None if run is None else run.checkpoint.step
         options |= {"step": step, "draws": args.draws, "data": args.data}
         options |= {"include_path": args.include_path, "continue_texts": continue_texts}
+        options |= {"translate": translate_sources}
         records: list[Path] = []
         try:
             for spec, result in evaluate_tasks(

@@ -10,8 +10,27 @@ from typing import Any
 from launch.arguments import Number, add_model_arguments
 from megakernel.config import UserError
 
-HELP = "continue prompts, or answer messages, with a trained model"
+HELP = "continue prompts, answer messages, or translate, with a trained model"
 EXAMPLE = "megakernel generate runs/demo --prompt 'def main' --max-new-tokens 200"
+
+
+_SAMPLING: dict[str, Any] = {
+    "temperature": 0.8,
+    "top_k": None,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "seed": 0,
+    "samples": 1,
+    "stop": [],
+    "end_token": [],
+    "chat": False,
+    "system": None,
+}
+"""Options of texts that are continued, with their defaults; None stands for what is not given."""
+
+_BEAMS = {"beams": 4, "length_penalty": 1.0}
+"""Those of translations."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--chat",
         action="store_true",
+        default=None,
         help="treat prompts as user messages and apply the model's chat template; lines of --prompts may be "
         '{"messages": [{"role": "user", "content": "..."}]}',
     )
@@ -54,9 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--samples",
         type=Number(int, maximum=1_000_000),
-        default=1,
         metavar="N",
-        help='continuations of each prompt; lines of --prompts get "continuations" (default %(default)s)',
+        help=f'continuations of each prompt; lines of --prompts get "continuations" (default {_SAMPLING["samples"]})',
     )
     add(
         "--batch-size",
@@ -65,18 +84,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="B",
         help="texts that are continued at the same time (default %(default)s)",
     )
+    add(
+        "--beams",
+        type=Number(int, maximum=10_000),
+        metavar="N",
+        help="of an encoder-decoder: hypotheses that go on at the same time; 1 takes the most likely token each "
+        f"time (default {_BEAMS['beams']})",
+    )
+    add(
+        "--length-penalty",
+        type=Number(float, 0, 100),
+        metavar="P",
+        help="of an encoder-decoder: power of its length by which a text's log-probability is divided (default "
+        f"{_BEAMS['length_penalty']})",
+    )
     _add_sampling(parser)
     add(
         "--stop",
         action="append",
-        default=[],
         metavar="TEXT",
         help="end a continuation before this text; may be given several times",
     )
     add(
         "--end-token",
         action="append",
-        default=[],
         metavar="TOKEN",
         help="another token that ends a text, such as '<|im_end|>'; may be given several times",
     )
@@ -87,33 +118,30 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     add(
         "--temperature",
         type=float,
-        default=0.8,
         metavar="T",
-        help="0 takes the most likely token (default %(default)s)",
+        help=f"0 takes the most likely token (default {_SAMPLING['temperature']})",
     )
     add("--top-k", type=int, metavar="K", help="draw from the K most likely tokens (default: from all)")
     add(
         "--top-p",
         type=float,
-        default=1.0,
         metavar="P",
-        help="draw from the most likely tokens with this total probability (default %(default)s)",
+        help=f"draw from the most likely tokens with this total probability (default {_SAMPLING['top_p']})",
     )
     add(
         "--min-p",
         type=float,
-        default=0.0,
         metavar="P",
-        help="draw from tokens with at least this share of the largest probability (default %(default)s)",
+        help=f"draw from tokens with at least this share of the largest probability (default {_SAMPLING['min_p']})",
     )
     add(
         "--repetition-penalty",
         type=float,
-        default=1.0,
         metavar="R",
-        help="above 1 makes tokens that are already in the text less likely (default %(default)s)",
+        help="above 1 makes tokens that are already in the text less likely (default "
+        f"{_SAMPLING['repetition_penalty']})",
     )
-    add("--seed", type=int, default=0, help="seed of sampling (default %(default)s)")
+    add("--seed", type=int, help=f"seed of sampling (default {_SAMPLING['seed']})")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -121,11 +149,25 @@ def run(args: argparse.Namespace) -> int:
     if args.system is not None and not args.chat:
         raise UserError(f"--system {args.system!r} is a message; add --chat")
     prompts = _read_prompts(args)
+    from megakernel.checkpoint.opened import find_model
     from megakernel.checkpoint.trained_run import student_run
     from megakernel.generation import Sampling, generate_texts
 
+    folder = student_run(args.run_folder)
+    translates = find_model(folder, args.step).config.model.encoder is not None
+    for name in _SAMPLING if translates else _BEAMS:
+        if (value := getattr(args, name)) is not None:
+            option = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+            reason = "translates by beam search" if translates else "continues texts by drawing tokens"
+            raise UserError(f"{option} has no effect: {folder} {reason}; leave it out")
+    for name, default in {**_SAMPLING, **_BEAMS}.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+    if translates:
+        _print_all(args, _translated(args, folder, prompts), [{**prompt, "shown": ""} for prompt in prompts])
+        return 0
     pieces = generate_texts(
-        student_run(args.run_folder),
+        folder,
         [prompt["messages"] if args.chat else prompt["prompt"] for prompt in prompts],
         max_new_tokens=args.max_new_tokens,
         sampling=Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty),
@@ -142,6 +184,25 @@ def run(args: argparse.Namespace) -> int:
             print(piece.text, end="", flush=True)
         print()
         return 0
+    _print_all(args, pieces, prompts)
+    return 0
+
+
+def _translated(args: argparse.Namespace, folder: Path, prompts: list[dict[str, Any]]) -> Iterator[Any]:
+    from megakernel.generation import Beams, translate_texts
+
+    return translate_texts(
+        folder,
+        [prompt["prompt"] for prompt in prompts],
+        max_new_tokens=args.max_new_tokens,
+        beams=Beams(args.beams, args.length_penalty),
+        batch_size=args.batch_size,
+        step=args.step,
+    )
+
+
+def _print_all(args: argparse.Namespace, pieces: Iterator[Any], prompts: list[dict[str, Any]]) -> None:
+    """Print the continuations of each prompt when they are complete."""
     for prompt, texts in zip(prompts, _completed(pieces, len(prompts), args.samples)):
         if args.prompts is not None:
             added = {"continuations": texts} if args.samples > 1 else {"continuation": texts[0]}
@@ -150,9 +211,9 @@ def run(args: argparse.Namespace) -> int:
         for number, text in enumerate(texts, 1):
             title = prompt["title"] if len(prompts) > 1 else ""
             sample = f"sample {number} of {args.samples}" if args.samples > 1 else ""
-            print(f"=== {', '.join(filter(None, (title, sample)))}")
+            if title or sample:
+                print(f"=== {', '.join(filter(None, (title, sample)))}")
             print(prompt["shown"] + text, flush=True)
-    return 0
 
 
 def _completed(pieces: Iterator[Any], prompts: int, samples: int) -> Iterator[list[str]]:

@@ -235,6 +235,11 @@ def check_countable(config: Config) -> None:
             f"training.dtype={training.dtype}, parallel.zero_stage={config.parallel.zero_stage} and optimizer.name="
             f"{config.optimizer.name} have another optimizer's bytes; the budget counts bfloat16, ZeRO 1 and adamw"
         )
+    if config.model.encoder is not None:
+        raise UserError(
+            "model.kind=encoder_decoder has layers that read two sequences, and the budget counts those of one; take "
+            "another kind"
+        )
     if any(x.simple_gla is not None and x.simple_gla.update == "delta" for x in config.model.attentions):
         raise UserError(
             "model.attention.simple_gla.update=delta runs flash-linear-attention's kernels, which need a GPU to be "

@@ -17,7 +17,7 @@ from megakernel import attention
 from megakernel.attention.compression import SEGMENT_WEIGHT, landmark_segments, pooling_logits
 from megakernel.config import Attention, Config, Lora, Model, UserError
 from megakernel.config.algebra import BlockCompression
-from megakernel.model.self_attention import MECHANISM, UPDATES
+from megakernel.model.self_attention import MECHANISM, UPDATES, is_of_mechanism
 
 from .fragments import WHOLE, Fragment
 from .whole_tensors import STATE, WEIGHT, WholeTensors
@@ -133,7 +133,11 @@ def convert_attention(source: WholeTensors, before: Model, after: Model) -> Deri
     before: the checkpoint's model; after: a model of the same sizes.
     Raises UserError if a layer's E and F cannot be converted.
     """
-    recipes = {name: Recipe((name,)) for name in source.names if MECHANISM not in name}
+    recipes = {
+        name: Recipe((name,))
+        for name in source.names
+        if not is_of_mechanism(name) or (before.encoder == after.encoder and MECHANISM not in name)
+    }
     layers = sorted(int(name.removesuffix(_QKV)) for name in source.names if name.endswith(_QKV))
     for index, number in enumerate(layers):
         prefix = f"{number}{MECHANISM}"
@@ -147,7 +151,7 @@ def convert_attention(source: WholeTensors, before: Model, after: Model) -> Deri
 def _core_recipes(old_names: set[str], before: Model, after: Model, index: int) -> dict[str, Recipe]:
     """Name within the mechanism -> recipe of the layer's new tensor."""
     old, new = before.layer_attention(index), after.layer_attention(index)
-    wanted = _tensor_names(new, after)
+    wanted = _tensor_names(new, after, index)
     kept = old_names & wanted
     if old.feature_map != new.feature_map:
         kept = {name for name in kept if not name.startswith(_PROJECTION)}
@@ -163,14 +167,14 @@ def _core_recipes(old_names: set[str], before: Model, after: Model, index: int) 
     return recipes | {name: recipe for name, recipe in pools.items() if name in wanted}
 
 
-def _tensor_names(config: Attention, model: Model) -> set[str]:
+def _tensor_names(config: Attention, model: Model, index: int) -> set[str]:
     """Names of a mechanism's parameters and buffers, which do not depend on the number of heads."""
     with torch.device("meta"):
         core = attention.build(
             config,
             num_heads=1,
             head_dim=model.head_size,
-            causal=model.is_causal,
+            causal=model.is_causal_layer(index),
             max_positions=model.max_positions or 1,
         )
     return set(core.state_dict())

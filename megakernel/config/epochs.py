@@ -71,6 +71,8 @@ def _samples(corpus: Corpus, seq_len: int, model: Any, epochs: Any) -> int:
         classifier = model.get("classifier")
         of_example = classifier.get("documents", 1) if isinstance(classifier, Mapping) else 1
         return documents // of_example if isinstance(of_example, int) and of_example > 0 else documents
+    if isinstance(model, Mapping) and model.get("kind") == "encoder_decoder":
+        return documents // 2  # a text and its translation
     return (tokens - 1) // seq_len
 
 

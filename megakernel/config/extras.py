@@ -47,7 +47,8 @@ EXTRAS: Mapping[str, Extra] = {
     "wandb": Extra("logging.wandb", {"wandb": "wandb"}),
     "trackio": Extra("logging.trackio", {"trackio": "trackio"}),
     "eval": Extra(
-        "lm-evaluation-harness: evaluate --task lm_eval:NAME, and exported models", {"lm_eval": "lm-eval"}
+        "lm-evaluation-harness: evaluate --task lm_eval:NAME, and exported models; BLEU: --task translation",
+        {"lm_eval": "lm-eval", "sacrebleu": "sacrebleu"},
     ),
 }
 """Extra -> what it brings, as `pip install 'megakernel[NAME]'`."""

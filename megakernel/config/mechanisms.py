@@ -102,6 +102,9 @@ class Mechanism:
     keys_are_queries: bool = False
     """Whether the layer ignores its keys, because queries are compared with each other."""
 
+    reads_other_keys: bool = False
+    """Whether queries may read the keys of other tokens than their own, as in cross attention."""
+
     is_gated: bool = False
     """Whether FLuRKA's gate weighs the near window against the far context."""
 
@@ -427,6 +430,7 @@ def _kernel(attention: Algebra) -> Mechanism:
     phi = attention.feature_map or FeatureMap(name="elu")
     return Mechanism(
         layer="attention.kernel.KernelAttention",
+        reads_other_keys=True,
         exchanges=("state",),
         flops=lambda shape: _state_flops(phi, shape, attention.keys_at_position, 1),
         state_sizes=lambda shape: (shape.kv_heads * phi.width(shape.head_dim) * (shape.head_dim + 1), 0),
@@ -458,6 +462,7 @@ def _every_pair(attention: Algebra) -> Mechanism:
         flops=flops,
         state_sizes=state_sizes,
         weighs_every_pair=True,
+        reads_other_keys=plain and window is None,
         looks_back_only=None if window is None else "a window of the last tokens looks back only",
         changes_constants=None if attention.normalize else "normalize: false divides by nothing",
     )

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from .attention import DEFAULT_PRESET, Attention, AttentionField, expand_preset
-from .errors import Problem
+from .errors import MISSING, Problem
 from .rope import RopeScaling
 from .section import Section
 
@@ -36,6 +36,31 @@ class Classifier(Section):
 
     documents: Literal[1, 2] = 1
     """Documents per example. Two (a sentence pair) are encoded separately, and the head sees [a, b, a*b, a-b]."""
+
+
+class EncoderStack(Section):
+    """Encoder of a model that translates: it reads the source, and every layer of the decoder attends to it."""
+
+    num_layers: int = Field(gt=0, le=10_000)
+    """Its transformer layers, of the decoder's sizes; model.num_layers are those of the decoder."""
+
+    attention: AttentionField = Field(default_factory=lambda: Attention(**expand_preset("softmax")))
+    """Attention of its layers, whose tokens see each other: a preset name, `{preset: NAME, ...changes}` or a tree."""
+
+    cross_attention: AttentionField = Field(default_factory=lambda: Attention(**expand_preset("softmax")))
+    """Attention of the decoder's tokens to the source: softmax, or kernel attention, whose sums over the source are
+    made once."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Mechanisms that need one order of queries and keys, and parts around them."""
+        cross = self.cross_attention
+        remedy = "take softmax, linear, performer, hedgehog or another kernel without compression"
+        if not cross.spec.reads_other_keys:
+            reason = "does not suit cross attention: it needs queries and keys of the same tokens"
+            yield Problem("cross_attention", MISSING, reason, remedy)
+        for part in cross.optional_parts:
+            reason = "stands around self-attention, and cross attention has none"
+            yield self.problem(f"cross_attention.{part}", reason, "remove it")
 
 
 class LocalRope(Section):
@@ -86,13 +111,17 @@ class Imported(Section):
 
 
 class Model(Section):
-    """A transformer: a causal decoder, or a bidirectional encoder."""
+    """A transformer: a causal decoder, a bidirectional encoder, or both, one reading the other."""
 
-    kind: Literal["causal_lm", "masked_lm", "classifier"] = "causal_lm"
-    """What the model predicts: the next token (decoder), masked tokens or the class of a document (encoders)."""
+    kind: Literal["causal_lm", "masked_lm", "classifier", "encoder_decoder"] = "causal_lm"
+    """What the model predicts: the next token (decoder), masked tokens or the class of a document (encoders), or a
+    text's translation (encoder_decoder)."""
 
     classifier: Classifier | None = None
     """Head of kind: classifier, which requires it."""
+
+    encoder: EncoderStack | None = None
+    """Encoder of kind: encoder_decoder, which requires it; the other keys describe the decoder, and sizes both."""
 
     num_layers: int = Field(gt=0, le=10_000)
     """Transformer layers."""
@@ -231,7 +260,7 @@ class Model(Section):
 
         All encoders have both, so that a classifier can start from the weights of a masked language model.
         """
-        return 0 if self.is_causal else 2
+        return 2 if self.kind in ("masked_lm", "classifier") else 0
 
     def padded_vocab_size(self, vocab_size: int) -> int:
         """Rows of the embedding: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
@@ -249,7 +278,9 @@ class Model(Section):
 
     @property
     def sequences_per_sample(self) -> int:
-        """Token sequences per training sample."""
+        """Token sequences per training sample; an encoder-decoder's are a source and a target."""
+        if self.encoder is not None:
+            return 2
         return self.classifier.documents if self.classifier is not None else 1
 
     @property
@@ -308,16 +339,32 @@ class Model(Section):
         return -(-8 * self.hidden_size // (3 * 128)) * 128
 
     def layer_attention(self, layer: int) -> Attention:
-        """The attention of one layer, counted from 0."""
+        """The self-attention of one layer, counted from 0; an encoder's layers come before its decoder's."""
+        if self.encoder is not None and layer < self.encoder.num_layers:
+            return self.encoder.attention
         if self.attention_pattern is None:
             return self.attention
-        entry = self.attention_pattern[layer % len(self.attention_pattern)]
+        entry = self.attention_pattern[(layer - self.encoder_layers) % len(self.attention_pattern)]
         return self.attention if entry == "main" else entry
+
+    def is_causal_layer(self, layer: int) -> bool:
+        """Whether tokens of a layer see only themselves and earlier ones."""
+        return self.is_causal or (self.encoder is not None and layer >= self.encoder_layers)
+
+    @property
+    def encoder_layers(self) -> int:
+        """Layers of the encoder of an encoder-decoder; 0 for other models, whose layers are all of one kind."""
+        return 0 if self.encoder is None else self.encoder.num_layers
+
+    @property
+    def all_layers(self) -> int:
+        """Transformer layers, those of the encoder of an encoder-decoder included."""
+        return self.encoder_layers + self.num_layers
 
     @property
     def attentions(self) -> list[Attention]:
-        """The attention of each layer."""
-        return [self.layer_attention(layer) for layer in range(self.num_layers)]
+        """The self-attention of each layer."""
+        return [self.layer_attention(layer) for layer in range(self.all_layers)]
 
     def for_seq_len(self, seq_len: int | None) -> "Model":
         """The model for sequences of `seq_len` tokens, if its rotary frequencies depend on that."""
@@ -327,7 +374,9 @@ class Model(Section):
         """Base and scaling of the rotary frequencies of a layer, counted from 0; None: no rotary embedding."""
         if self.position != "rope":
             return None
-        entry = "main" if self.rope_pattern is None else self.rope_pattern[layer % len(self.rope_pattern)]
+        if self.rope_pattern is None or layer < self.encoder_layers:
+            return self.rope_base, self.rope_scaling
+        entry = self.rope_pattern[(layer - self.encoder_layers) % len(self.rope_pattern)]
         if entry == "local" and self.local_rope is not None:
             return self.local_rope.base, self.local_rope.scaling
         return None if entry == "none" else (self.rope_base, self.rope_scaling)
@@ -337,7 +386,13 @@ class Model(Section):
         if self.kind == "classifier" and self.classifier is None:
             remedy = "add classifier: {num_classes: 2}, or as many as the data has"
             yield self.problem("classifier", "is missing beside kind: classifier", remedy)
-        yield from self.without_effect("kind", {"classifier": ("classifier",)})
+        if self.kind == "encoder_decoder" and self.encoder is None:
+            remedy = "add encoder: {num_layers: 2}, or as many as the decoder has"
+            yield self.problem("encoder", "is missing beside kind: encoder_decoder", remedy)
+        used_by = {"classifier": ("classifier",), "encoder": ("encoder_decoder",)}
+        yield from self.without_effect("kind", used_by)
+        if self.encoder is not None:
+            yield from self._encoder_problems()
         if self.head_dim is None and self.hidden_size % self.num_heads:
             reason = f"is not a multiple of num_heads={self.num_heads}"
             yield self.problem("hidden_size", reason, "change one of them or set head_dim")
@@ -369,6 +424,16 @@ class Model(Section):
         for feature_map in maps:
             for problem in feature_map.problems_at(self.head_size) if feature_map is not None else ():
                 yield problem.under("attention.feature_map")
+
+    def _encoder_problems(self) -> Iterator[Problem]:
+        for key in ("parallel_residual", "normalized_residual"):
+            if getattr(self, key):
+                reason = "says nothing of cross attention, which stands between self-attention and MLP"
+                yield self.problem(key, reason, "remove it")
+        assert self.encoder is not None
+        feature_map = self.encoder.cross_attention.feature_map
+        for problem in feature_map.problems_at(self.head_size) if feature_map is not None else ():
+            yield problem.under("encoder.cross_attention.feature_map")
 
     def _rope_problems(self) -> Iterator[Problem]:
         layers = enumerate(self.attentions)

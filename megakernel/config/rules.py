@@ -204,14 +204,24 @@ def _positions_reach_the_end(model: Model, training: Training) -> Iterator[Probl
 
 
 def _mechanisms_suit_causality(model: Model) -> Iterator[Problem]:
+    kind = model.kind
     for key, attention in _named_attentions(model):
-        if not model.is_causal and attention.looks_back_only:
-            reason = f"does not suit model.kind: {model.kind}, whose tokens see each other: "
-            remedy = "take softmax, linear, performer or hedgehog, or model.kind: causal_lm"
+        is_of_encoder = kind not in ("causal_lm", "encoder_decoder") or key == ENCODER_ATTENTION
+        if is_of_encoder and attention.looks_back_only:
+            whose = "the encoder" if key == ENCODER_ATTENTION else f"model.kind: {kind}"
+            reason = f"does not suit {whose}, whose tokens see each other: "
+            remedy = "take softmax, linear, performer or hedgehog"
+            remedy += "" if key == ENCODER_ATTENTION else ", or model.kind: causal_lm"
             yield Problem(key, MISSING, reason + attention.looks_back_only, remedy)
-        if model.is_causal and attention.mixes_future_tokens:
-            reason = f"is not for model.kind: causal_lm: {attention.mixes_future_tokens}"
-            remedy = "use compression: {kind: block} with near, or model.kind: masked_lm"
+        if not is_of_encoder and attention.mixes_future_tokens:
+            whose = (
+                "model.kind: causal_lm"
+                if kind == "causal_lm"
+                else "the decoder of model.kind: encoder_decoder"
+            )
+            reason = f"is not for {whose}: {attention.mixes_future_tokens}"
+            remedy = "use compression: {kind: block} with near"
+            remedy += ", or model.kind: masked_lm" if kind == "causal_lm" else ""
             yield Problem(key, MISSING, reason, remedy)
 
 
@@ -229,6 +239,48 @@ def _classifiers_have_no_context_parallelism(model: Model, parallel: Parallel) -
         reason = "would split documents, which a classifier pads and pools as a whole"
         remedy = "set 1; parallel.tensor with sequence_parallel shares long sequences too"
         yield Problem("parallel.context", parallel.context, reason, remedy)
+
+
+def _encoder_decoders_are_trained_plainly(
+    model: Model,
+    parallel: Parallel,
+    optimizer: Optimizer,
+    training: Training,
+    objective: Objective,
+    uptrain: Uptrain | None,
+    logging: Logging,
+) -> Iterator[Problem]:
+    """What does not know a second sequence that is read."""
+    if model.encoder is None:
+        return
+    if parallel.pipeline > 1:
+        reason = (
+            "gives each stage as many layers, and those of an encoder compute other tokens than its decoder's"
+        )
+        yield Problem("parallel.pipeline", parallel.pipeline, reason, "set 1")
+    if parallel.context > 1:
+        reason = "would split sources and targets, which an encoder-decoder pads and reads as a whole"
+        yield Problem("parallel.context", parallel.context, reason, "set 1")
+    if parallel.tensor > model.kv_heads:
+        reason = (
+            f"exceeds model.num_kv_heads={model.kv_heads}, and ranks share no key head of cross attention"
+        )
+        yield Problem("parallel.tensor", parallel.tensor, reason, f"set {model.kv_heads} or a divisor of it")
+    if objective.kind == "distill":
+        reason = "reads one sequence, and an encoder-decoder has two"
+        yield Problem("objective.kind", "distill", reason, "set kind: labels")
+    if uptrain is not None:
+        reason = "turns dense decoders and encoders into others, and model.kind is encoder_decoder"
+        yield Problem("uptrain", "{...}", reason, "remove it; init.from starts from another run's weights")
+    if optimizer.updates is not None:
+        reason = "has no low-rank updates for cross attention"
+        yield Problem("optimizer.trained", "lora", reason, "set all")
+    if training.compile != "none":
+        reason = "compiles layers of one sequence, and those of a decoder read a second one"
+        yield Problem("training.compile", training.compile, reason, "set none")
+    if logging.analysis_every is not None:
+        reason = "plots the attention of one sequence, and an encoder-decoder has two"
+        yield Problem("logging.analysis_every", logging.analysis_every, reason, "remove it")
 
 
 def _data_stages_follow_each_other(data: Data, training: Training) -> Iterator[Problem]:
@@ -430,8 +482,13 @@ def _deepspeed_has_buckets(deepspeed: dict[str, Any]) -> Iterator[Problem]:
         yield Problem(key, size, "is not a number of elements", "write one, such as 5e8")
 
 
+ENCODER_ATTENTION = "model.encoder.attention"
+
+
 def _named_attentions(model: Model) -> Iterator[tuple[str, Attention]]:
-    """(key, attention) of every attention that the model configures."""
+    """(key, attention) of every self-attention that the model configures."""
+    if model.encoder is not None:
+        yield ENCODER_ATTENTION, model.encoder.attention
     pattern = model.attention_pattern or ["main"]
     if "main" in pattern:
         yield "model.attention", model.attention

@@ -87,7 +87,7 @@ class LanguageModelling:
                 yield f"{key}={set_options[key]} reads the validation split; leave out this option or split="
             if not config.model.is_causal:
                 kind = config.model.kind
-                yield f"{key}={set_options[key]} needs a causal_lm, {source.folder} is a {kind}; leave it out"
+                yield f"{key}={set_options[key]} needs a causal_lm, {source.folder} is of kind {kind}; leave it out"
         if options.near is not None and options.far is None:
             yield f"near={options.near} has no effect alone; add far=shuffled"
         if len(set_options) > 1 and set_options.keys() & {"far", "repeated"}:
@@ -122,6 +122,7 @@ class LanguageModelling:
     def _batches(self, subject: LoadedRun, config: Config) -> "ValidationBatches | SlidingBatches":
         from data_pipeline.loader import ValidationBatches
         from data_pipeline.order import Share
+        from data_pipeline.pairs import check_no_pairs
 
         from .sliding import SlidingBatches
 
@@ -131,7 +132,9 @@ class LanguageModelling:
             return ValidationBatches(config, corpora, Share(), split)
         counts = (training.seq_len, stride, training.eval_samples, training.micro_batch_size)
         answers = config.data.scored == "answers"
-        return SlidingBatches(corpora.of_split(split), *counts, corpora.eod, answers)
+        parts = corpora.of_split(split)
+        check_no_pairs(parts, config.data.key_of(split))
+        return SlidingBatches(parts, *counts, corpora.eod, answers)
 
     def _measure_loss(self, subject: LoadedRun, config: Config, progress: OnPass) -> Evaluation:
         from data_pipeline.loader import ValidationBatches
@@ -248,7 +251,10 @@ def _with_writable_index(data: Data) -> Data:
 
 def check_length(config: Config, corpora: Corpora, split: str = "validation", repeats: int = 1) -> None:
     """UserError if a corpus's split has fewer tokens than one sample, which holds its text `repeats` times."""
-    if config.model.classifier is not None:  # its documents are truncated or padded to any length
+    if config.model.kind in (
+        "classifier",
+        "encoder_decoder",
+    ):  # documents are truncated or padded to any length
         return
     for corpus in corpora.of_split(split):
         tokens, seq_len = corpus.record(split).tokens, config.training.seq_len

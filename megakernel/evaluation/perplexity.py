@@ -50,7 +50,7 @@ def loss_by_position(
         num_targets = counted.sum().reshape(1)  # part of the inputs, but not used by `losses`
         inputs = to_layer_inputs(batch, num_targets.to(device))
         logs = log_vote(model, partial(_log_probabilities, model, inputs), draws).cpu()[counted]
-        bucket = torch.bucketize(batch.positions[counted], BUCKET_STARTS, right=True)
+        bucket = torch.bucketize(batch.label_positions[counted], BUCKET_STARTS, right=True)
         # Sums of millions of terms need float64.
         sums += torch.bincount(bucket, weights=-logs.double(), minlength=len(sums))
         counts += torch.bincount(bucket, minlength=len(counts))

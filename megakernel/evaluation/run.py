@@ -14,11 +14,12 @@ from .harness import LM_EVAL, HarnessOptions, HarnessTask
 from .language_modelling import LanguageModelling, Options
 from .result import Evaluation
 from .subject import ContinueTexts, OnPass, Task, TaskResult, find_run, load_run
+from .translation import TRANSLATION, Translate, TranslationOptions, TranslationTask
 
 OPTION = "--task"
 LM = "lm"
 
-KINDS: Mapping[str, type[Section]] = {LM: Options, **TASKS}
+KINDS: Mapping[str, type[Section]] = {LM: Options, TRANSLATION: TranslationOptions, **TASKS}
 """Task name -> class of its options, without those of the harness."""
 
 SAMPLES = 64
@@ -32,16 +33,17 @@ def parse(
     draws: int | None = None,
     include_path: Path | None = None,
     continue_texts: ContinueTexts | None = None,
+    translate: Translate | None = None,
 ) -> list[Task]:
     """The tasks of a command line; samples is a default for all of them, seq_len and draws for lm.
 
-    include_path and continue_texts are for tasks of lm-evaluation-harness. Raises UserError for an unknown task, an
-    invalid option or value, and seq_len, draws or include_path without such a task.
+    include_path and continue_texts are for tasks of lm-evaluation-harness, translate for translation. Raises UserError
+    for an unknown task, an invalid option or value, and seq_len, draws or include_path without such a task.
     """
     tasks = [
         HarnessTask.parse(spec, samples, include_path, continue_texts)
         if spec.partition(":")[0] == LM_EVAL
-        else _parse(spec, samples, seq_len, draws)
+        else _parse(spec, samples, seq_len, draws, translate)
         for spec in dict.fromkeys(specs)
     ]
     if include_path is not None and not any(isinstance(task, HarnessTask) for task in tasks):
@@ -51,7 +53,7 @@ def parse(
     if not any(isinstance(task, LanguageModelling) for task in tasks):
         if seq_len is not None:
             remedy = f"write {OPTION} {specs[0].split(':')[0]}:length={seq_len}"
-            if isinstance(tasks[0], HarnessTask):
+            if isinstance(tasks[0], (HarnessTask, TranslationTask)):
                 remedy = "leave it out"
             raise UserError(f"--seq-len {seq_len} applies only to lm; {remedy}")
         if draws is not None:
@@ -59,7 +61,9 @@ def parse(
     return tasks
 
 
-def _parse(spec: str, samples: int | None, seq_len: int | None, draws: int | None) -> Task:
+def _parse(
+    spec: str, samples: int | None, seq_len: int | None, draws: int | None, translate: Translate | None
+) -> Task:
     kinds: Mapping[str, type[Section]] = {**KINDS, LM_EVAL: HarnessOptions}
     kind = find_class(spec.partition(":")[0], kinds, OPTION)
     name, option_texts = split_spec(spec, OPTION)
@@ -68,6 +72,10 @@ def _parse(spec: str, samples: int | None, seq_len: int | None, draws: int | Non
         defaults = {"samples": samples, "seq_len": seq_len, "draws": draws}
         missing = {key: value for key, value in defaults.items() if getattr(options, key) is None}
         return LanguageModelling(spec, options.model_copy(update=missing))
+    if name == TRANSLATION:
+        wanted = build(TranslationOptions, name, option_texts, OPTION)
+        wanted = wanted if wanted.samples is not None else wanted.model_copy(update={"samples": samples})
+        return TranslationTask(spec, wanted, translate)
     task = TASKS[name]
     check_options(name, option_texts, [*kind.model_fields, "samples"], OPTION)
     if "samples" in option_texts:
@@ -98,6 +106,7 @@ def evaluate_tasks(
     data: Path | None = None,
     include_path: Path | None = None,
     continue_texts: ContinueTexts | None = None,
+    translate: Translate | None = None,
     progress: Callable[[str, int, int], None] = lambda spec, done, total: None,
 ) -> Iterator[tuple[str, TaskResult]]:
     """Measure tasks on one checkpoint in this process; yields each spec with its result as soon as it is done.
@@ -111,13 +120,14 @@ def evaluate_tasks(
         data: a prepared folder to use instead of the run's.
         include_path: folder of further tasks of lm-evaluation-harness.
         continue_texts: what generates text for its tasks; None: those that generate are refused.
+        translate: what translates for translation; None: that is refused.
         progress: called after each forward pass with the task's spec, the passes done and all passes of the task.
 
     Raises:
         UserError: before anything is measured, for an unknown run, checkpoint, task or option, and for tasks that the
             run does not support.
     """
-    tasks = parse(specs, samples, seq_len, draws, include_path, continue_texts)
+    tasks = parse(specs, samples, seq_len, draws, include_path, continue_texts, translate)
     return _measure(folder, tasks, step, progress, data)
 
 

@@ -3,8 +3,10 @@
 from .engine import GenerationEngine, TextRequest, check_positions
 from .run import Samples, TextPiece, continue_texts, generate_texts
 from .sampling import Sampling
+from .translation import Beams, translate_sources, translate_texts
 
 __all__ = [
+    "Beams",
     "GenerationEngine",
     "Samples",
     "Sampling",
@@ -13,4 +15,6 @@ __all__ = [
     "check_positions",
     "continue_texts",
     "generate_texts",
+    "translate_sources",
+    "translate_texts",
 ]

@@ -12,6 +12,7 @@ from megakernel.ops.documents import collapse_positions
 from megakernel.parallel.axis import OneProcess
 
 from .embedding import LearnedPositions, SinusoidalPositions, TokenEmbedding
+from .encoder_decoder import SourceLayer, SourceNorm, TargetLayer, TargetNorm
 from .head import ClassifierHead, FinalNorm, OutputHead, mean_loss, token_losses
 from .layer import TransformerLayer
 from .layer_inputs import LayerInputs
@@ -56,8 +57,15 @@ def layer_list(settings: ModelSettings) -> list[LayerSpec]:
     In evaluation the head may return more than the loss: see `Model.metric_names`.
     """
     model = settings.model
-    body = [LayerSpec(TransformerLayer, (settings, index)) for index in range(model.num_layers)]
     arguments = (settings,)
+    body = [LayerSpec(TransformerLayer, (settings, index)) for index in range(model.num_layers)]
+    norm = LayerSpec(FinalNorm, arguments)
+    if model.encoder is not None:
+        encoder, layers = model.encoder.num_layers, range(model.all_layers)
+        body = [LayerSpec(SourceLayer, (settings, index)) for index in layers[:encoder]]
+        body.append(LayerSpec(SourceNorm, arguments))
+        body += [LayerSpec(TargetLayer, (settings, index)) for index in layers[encoder:]]
+        norm = LayerSpec(TargetNorm, arguments)
     positions = [LayerSpec(POSITIONS[model.position], arguments)] if model.position in POSITIONS else []
     first, last = LayerSpec(TokenEmbedding, arguments), LayerSpec(OutputHead, arguments)
     if model.tie_embeddings:
@@ -65,7 +73,7 @@ def layer_list(settings: ModelSettings) -> list[LayerSpec]:
         last = first._replace(forward=partial(_tied_loss, settings=settings))
     if model.classifier is not None:  # the embedding keeps its name, so that weights of a language model fit
         last = LayerSpec(ClassifierHead, arguments)
-    return [first, *positions, *body, LayerSpec(FinalNorm, arguments), last]
+    return [first, *positions, *body, norm, last]
 
 
 def _tied_loss(
@@ -188,6 +196,43 @@ class LanguageModel(Layers, nn.Module):
                 inputs = layer(inputs)
         return inputs[0], new_states
 
+    def encode(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """The encoder's output (N, B, C) for sources (B, N), which the decoder reads; encoder-decoders only."""
+        inputs: LayerInputs = (tokens, positions)
+        for layer in self.layers[: self.layers.index(self._source_norm)]:
+            inputs = (layer.encode(*inputs), positions) if isinstance(layer, SourceLayer) else layer(inputs)
+        return self._source_norm.norm(inputs[0])
+
+    def extend_target(
+        self,
+        tokens: Tensor,
+        position: int,
+        states: list[Any] | None,
+        sources: Tensor | None = None,
+        real: Tensor | None = None,
+    ) -> tuple[Tensor, list[Any]]:
+        """Normalized hidden states (N, B, C) of target tokens (B, N), and the new states; encoder-decoders only.
+
+        position: of the first of these tokens in all targets. In the first call, without states, sources (S, B, C) is
+        what `encode` returned, and real (B, S) marks its tokens that are no padding.
+        """
+        positions = position + torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        inputs: LayerInputs = (tokens, positions)
+        old_states: list[Any] = states or [None] * self.settings.model.num_layers
+        new_states: list[Any] = []
+        for layer in self.layers[:-1]:
+            if isinstance(layer, TargetLayer):
+                hidden, state = layer.extend_target(
+                    inputs[0], position, sources, real, old_states[len(new_states)]
+                )
+                new_states.append(state)
+                inputs = (hidden, positions)
+            elif isinstance(layer, TargetNorm):
+                inputs = (layer.norm(inputs[0]), positions)
+            elif not isinstance(layer, (SourceLayer, SourceNorm)):
+                inputs = layer(inputs)
+        return inputs[0], new_states
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states (N, B, C) -> logits (B, N, V) of the next tokens."""
         rows = column_input(hidden, self.settings).transpose(0, 1)
@@ -204,6 +249,11 @@ class LanguageModel(Layers, nn.Module):
         first = self.tied_modules[TIED] if TIED in self.tied_modules else self.get_submodule("0")
         assert isinstance(first, TokenEmbedding)
         return first
+
+    @property
+    def _source_norm(self) -> SourceNorm:
+        """The layer behind those of the encoder."""
+        return next(layer for layer in self.layers if isinstance(layer, SourceNorm))
 
     @property
     def output_head(self) -> OutputHead:

@@ -97,7 +97,7 @@ class TransformerLayer(nn.Module):
         self.attention_dropout = PlacedDropout.at(probability, "residual of attention", index)
         self.mlp_dropout = PlacedDropout.at(probability, "residual of the MLP", index)
         with seeded_by(settings.seed, "layer", index):
-            before, after = _norms(settings)
+            before, after = norms(settings)
             self.attention_norm = before()
             self.self_attention = SelfAttention(settings, index)
             self.attention_post_norm = after()
@@ -156,11 +156,16 @@ class TransformerLayer(nn.Module):
         attention: tuple[Tensor, Tensor | None],
         layer_input: Tensor,
         numbers: Tensor | None = None,
+        norm: nn.Module | None = None,
+        dropout: PlacedDropout | None = None,
     ) -> Tensor:
-        """The residual plus attention's output and the MLP's. numbers (N, B): of the tokens, for dropout."""
-        branch, size = self._branch(attention, self.attention_post_norm), self.mlp_chunk_size
+        """The residual plus attention's output and the MLP's. numbers (N, B): of the tokens, for dropout.
+
+        norm, dropout: of attention's output; None: those of self-attention.
+        """
+        branch, size = self._branch(attention, norm or self.attention_post_norm), self.mlp_chunk_size
         if numbers is not None:
-            branch = self.attention_dropout(branch, numbers)
+            branch = (dropout or self.attention_dropout)(branch, numbers)
         is_whole = size is None or size >= len(residual)
         if is_whole and not self.parallel and isinstance(self.mlp_norm, Norm):
             residual, normed = self.mlp_norm.of_sum(residual, branch)
@@ -189,7 +194,7 @@ class TransformerLayer(nn.Module):
         return branch if self.multiplier == 1 else branch * self.multiplier
 
 
-def _norms(settings: ModelSettings) -> tuple[Callable[[], nn.Module], Callable[[], nn.Module]]:
+def norms(settings: ModelSettings) -> tuple[Callable[[], nn.Module], Callable[[], nn.Module]]:
     """Constructors of the norms of the inputs, and of the outputs, of attention and MLP."""
     norm, placement = partial(Norm, settings), settings.model.norm_placement
     return nn.Identity if placement == "after" else norm, nn.Identity if placement == "before" else norm

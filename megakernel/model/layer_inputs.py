@@ -12,8 +12,9 @@ LayerInputs: TypeAlias = tuple[Tensor, ...]
 """(x, positions, labels, num_targets), with dropout also numbers, or (x, positions) where no loss is computed.
 
 x: token ids (B, N) before the embedding, hidden states (N, B, C) after it (N / tp tokens under sequence parallelism).
-positions (B, N) int64: each token's position in its document, negative for padding. labels int64, per token (B, N) or
-per example (E,), IGNORED where the loss does not count. num_targets (1,) int64: labels that count in the global batch.
+positions (B, N) int64: each token's position in its document, negative for padding. labels int64, per token (B, N),
+per example (E,) or, with sources and targets in turn, per token of the targets (B / 2, N), IGNORED where the loss does
+not count. num_targets (1,) int64: labels that count in the global batch.
 numbers (B, N) int64: random ones of the tokens, of which dropout is a function (`ops.dropout`).
 Only x may have gradients, as DeepSpeed's pipeline requires. Pipeline stages with a teacher pass further tensors on:
 `Distillation` the teacher's states behind these, `LayerTransfer` the loss so far and these states in place of x.

@@ -1,5 +1,7 @@
 """The number of parameters of a model, without building it in memory."""
 
+from typing import Any
+
 from torch import device
 
 from megakernel.config import Attention, Model
@@ -20,8 +22,11 @@ def parameter_count(model: Model, vocab_size: int, seq_len: int) -> int:
     for attention in model.attentions:
         if attention not in unique:
             unique.append(attention)
-    # Layers with the same attention have equally many parameters: build one of each.
-    changes = {"num_layers": len(unique), "attention_pattern": unique}
+    # Layers with the same attention have equally many parameters: build one of each. Encoders and decoders are built
+    # whole.
+    changes: dict[str, Any] = {"num_layers": len(unique), "attention_pattern": unique}
+    if model.encoder is not None:
+        changes, unique = {}, []
     small = model.model_copy(update=changes | {"max_positions": model.max_positions or seq_len})
     with device("meta"):
         built = LanguageModel(
@@ -29,7 +34,7 @@ def parameter_count(model: Model, vocab_size: int, seq_len: int) -> int:
         )
     count = sum(parameter.numel() for parameter in built.parameters())
     for layer in built.modules():
-        if isinstance(layer, TransformerLayer):
+        if unique and isinstance(layer, TransformerLayer):
             others = model.attentions.count(unique[layer.index]) - 1
             count += others * sum(parameter.numel() for parameter in layer.parameters())
     return count

@@ -35,7 +35,10 @@ from .settings import ModelSettings
 from .short_convolution import ShortConvolution
 
 MECHANISM = ".self_attention.core."
-"""Part of the names of an attention mechanism's own parameters."""
+"""Part of the names of a self-attention mechanism's own parameters."""
+
+_MECHANISMS = re.compile(r"\.(self|cross)_attention\.core\.")
+"""Matches names of all mechanisms' own parameters."""
 
 _OPTIONAL_PARTS = re.compile(r"\.self_attention\.(further|short_convolution|output_norm|output_gate)\.")
 """Matches names of the optional parts around a mechanism."""
@@ -87,7 +90,7 @@ class SelfAttention(nn.Module):
         """Rows of the fused projection per key head on this rank: of queries, keys and values."""
         self.cp_shard = mesh.new_cp_shard()
         self.isolate_documents = settings.isolate_documents
-        self.pads = model.classifier is not None
+        self.pads = model.classifier is not None or index < model.encoder_layers
         self.recompute = settings.recompute == "selective"
         self.traced = outside_graphs(config, self.cp_shard.size) is None
         """Whether torch.compile takes the mechanism into the layer's graph."""
@@ -110,8 +113,8 @@ class SelfAttention(nn.Module):
             self.further = KeyHeadLinear(settings, model.hidden_size, further)
         elif further:
             self.further = column_linear(settings, model.hidden_size, further * model.kv_heads, bias=False)
-        self.query_norm = _qk_norm(settings, model.num_heads)
-        self.key_norm = _qk_norm(settings, model.kv_heads * self.keys_per_head, copies)
+        self.query_norm = qk_norm(settings, model.num_heads)
+        self.key_norm = qk_norm(settings, model.kv_heads * self.keys_per_head, copies)
         self.short_convolution = None
         if config.short_convolution is not None:
             self.short_convolution = ShortConvolution(settings, index, config.short_convolution)
@@ -126,7 +129,7 @@ class SelfAttention(nn.Module):
             num_heads=model.num_heads,
             num_kv_heads=model.kv_heads,
             head_dim=model.head_size,
-            causal=model.is_causal,
+            causal=model.is_causal_layer(index),
             max_positions=model.max_positions,
             seed=(settings.seed, index),
             heads=head_shard(mesh.tp, copies),
@@ -272,7 +275,8 @@ def _packed(vectors: Sequence[Tensor]) -> Tensor:
     return vectors[0] if len(vectors) == 1 else torch.cat(list(vectors), 3)
 
 
-def _qk_norm(settings: ModelSettings, heads: int, copies: Axis | None = None) -> nn.Module | None:
+def qk_norm(settings: ModelSettings, heads: int, copies: Axis | None = None) -> nn.Module | None:
+    """The norm of queries or keys (`heads` of the whole layer) that model.qk_norm asks for; None: there is none."""
     if not settings.model.qk_norm:
         return None
     return (
@@ -282,4 +286,9 @@ def _qk_norm(settings: ModelSettings, heads: int, copies: Axis | None = None) ->
 
 def absent_in_dense(name: str) -> bool:
     """Whether dense models lack this weight: it belongs to a mechanism, a part around it, or a low-rank update."""
-    return any(of.search(name) for of in (_OPTIONAL_PARTS, UPDATES)) or MECHANISM in name
+    return any(of.search(name) for of in (_OPTIONAL_PARTS, UPDATES)) or is_of_mechanism(name)
+
+
+def is_of_mechanism(name: str) -> bool:
+    """Whether an attention mechanism owns this weight."""
+    return _MECHANISMS.search(name) is not None

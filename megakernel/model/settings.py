@@ -197,7 +197,7 @@ def model_settings(config: Config, mesh: "Mesh | OneProcess", vocab_size: int) -
         vocab_size=wanted,
         mesh=mesh,
         seed=config.run.seed,
-        isolate_documents=config.data.isolate_documents and model.classifier is None,
+        isolate_documents=config.data.isolate_documents and model.kind in ("causal_lm", "masked_lm"),
         recompute=config.training.activation_checkpointing,
         offload=config.training.checkpoint_offload,
         mlp_chunk_size=config.training.mlp_chunk_size,

@@ -39,7 +39,7 @@ def check_baseline(name: str, config: Config) -> None:
     """UserError for an unknown name, or a run whose data or objective these models do not support."""
     if name not in NAMES:
         raise UserError(f"baseline={name} is unknown; choose {', '.join(NAMES)}")
-    if config.model.is_causal:
+    if config.model.kind in ("causal_lm", "encoder_decoder"):
         raise UserError(f"baseline={name} is an encoder; give a run of a masked_lm or a classifier")
     if config.model.sequences_per_sample > 1:
         raise UserError(

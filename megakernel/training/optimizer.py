@@ -12,7 +12,7 @@ from megakernel.checkpoint.whole_tensors import MUON
 from megakernel.config import UserError
 from megakernel.model import Pipeline
 from megakernel.model.embedding import LearnedPositions, TokenEmbedding
-from megakernel.model.self_attention import MECHANISM, UPDATES, absent_in_dense
+from megakernel.model.self_attention import UPDATES, absent_in_dense, is_of_mechanism
 from megakernel.parallel import Mesh
 
 from .deepspeed_config import deepspeed_clips
@@ -47,7 +47,7 @@ def parameter_groups(model: nn.Module, settings: configuration.Optimizer) -> dic
         shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO 3 leaves an empty tensor behind
         if not parameter.requires_grad:
             continue
-        mechanism = MECHANISM in name
+        mechanism = is_of_mechanism(name)
         if id(parameter) in muons:
             whole.append(parameter)
         elif mechanism and settings.mechanism_lr is not None:
@@ -75,7 +75,7 @@ def is_trained(config: configuration.Config, name: str) -> bool:
     """Whether the weight `name` is trained."""
     optimizer = config.optimizer
     if config.objective.kind == "transfer":  # all weights around a mechanism are the teacher's
-        return MECHANISM in name
+        return is_of_mechanism(name)
     if optimizer.updates is not None and not optimizer.updates.mechanism:
         return UPDATES.search(name) is not None
     return optimizer.trained == "all" or absent_in_dense(name)

@@ -246,7 +246,7 @@ class Trainer:
                 f"data of {len(further)} more: {100 * sum(one.share for one in further):.4g} % of what is read, "
                 f"{min(passes):.2f} to {max(passes):.2f} passes over each in the run"
             )
-        if self.config.model.classifier is not None:  # small tasks are trained on in many passes
+        if self.config.model.kind in ("classifier", "encoder_decoder"):  # small tasks are read in many passes
             return
         repeated = [one for one in use if one.passes > _MANY_PASSES]
         if repeated:
@@ -261,7 +261,7 @@ class Trainer:
         path = self.folder.path
         run, root = shlex.quote(str(path)), shlex.quote(str(path.parent))
         yield f"megakernel evaluate {run}"
-        if self.config.model.is_causal:
+        if self.config.model.kind in ("causal_lm", "encoder_decoder"):
             yield f"megakernel generate {run} --prompt TEXT"
         yield "megakernel monitor" + (f" --root {root}" if path.parent != Path("runs") else "")
 
@@ -450,7 +450,12 @@ class Trainer:
 
     def _open_writer(self, stack: ExitStack, done: int) -> MetricsWriter | None:
         minutes = self.config.parallel.timeout_minutes
-        packing = long_work(self.mesh, "packing statistics", minutes, lambda: self.batches.packing(done))
+        packing, cut = long_work(
+            self.mesh,
+            "packing statistics",
+            minutes,
+            lambda: (self.batches.packing(done), self.batches.cut(done)),
+        )
         if self.mesh.rank != 0:
             return None
         tensorboard = self.folder.events if self.config.logging.tensorboard else None
@@ -460,6 +465,8 @@ class Trainer:
         writer = stack.enter_context(MetricsWriter(self.folder.metrics_file, tensorboard, done, trackers))
         for one in packing:
             self._note(f"packing of {one}")
+        for documents in cut:
+            self._note(f"lengths of {documents}")
         writer.describe(self.config, packing_table(packing) if packing else "")
         return writer
 

@@ -326,3 +326,27 @@ def test_outputs_whose_rows_would_be_too_far_apart_are_written(op, draw, device,
     found = run()
     assert found.is_contiguous()
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("feature_map", tiered(["elu", "favor", "hedgehog"], ["favor"]))
+def test_cross_attention_equals_the_reference_with_as_many_keys_and_with_others(feature_map, device):
+    """The keys of a padded source: one of weight 0 says nothing about the query at its place."""
+    draw = torch.Generator().manual_seed(0)
+    for keys in (70, 33, 150):
+        q = torch.randn(2, 4, 70, 16, generator=draw)
+        k, v = torch.randn(2, 2, 2, keys, 16, generator=draw).unbind(0)
+        projection = torch.randn(2, 16, 16, generator=draw) if feature_map in PROJECTED else None
+        real = torch.arange(keys) < torch.tensor([[keys], [keys // 2]])
+        options = {"feature_map": feature_map, "causal": False, "cross": True}
+        results = []
+        for backend, dtype in (("reference", torch.float64), ("triton", torch.float32)):
+            leaves = [x.detach().to(device, dtype).requires_grad_() for x in (q, k, v)]
+            matrix = None if projection is None else projection.to(device, dtype)
+            weights = real[:, None].to(device, dtype)
+            out = kernel_attention(
+                *leaves, projection=matrix, key_weights=weights, backend=backend, **options
+            )
+            out.square().sum().backward()
+            results.append([out.detach(), *(x.grad for x in leaves)])
+        for exact, found in zip(*results, strict=True):
+            assert rms_ratio(found, exact) < 1e-5

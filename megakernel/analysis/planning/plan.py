@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from megakernel.config import Config, ConfigError, Parallel, Problem, data_parallel_size
+from megakernel.config import Config, ConfigError, Parallel, Problem, UserError, data_parallel_size
 from megakernel.config.checks import section_conflicts
 from megakernel.config.training import Recompute
 
@@ -109,7 +109,15 @@ class Plan:
 
 
 def plan(config: Config, vocab_size: int, devices: int, gpu: Gpu) -> Plan:
-    """Count the configured layout, and try the others."""
+    """Count the configured layout, and try the others.
+
+    Raises UserError for an encoder-decoder, whose layers are not counted.
+    """
+    if config.model.encoder is not None:
+        raise UserError(
+            "model.kind=encoder_decoder is not planned: its layers read two sequences, and those of one are counted; "
+            "train a few steps, which print memory and tokens per second"
+        )
     refused: Counter[str] = Counter()
     fitting: list[Planned] = []
     too_large: list[Planned] = []

@@ -305,6 +305,11 @@ def select_analyses(names: Sequence[str], config: Config, run: str) -> list[Anal
 
     Raises UserError for an unknown name, or for an analysis that does not apply to the run.
     """
+    if config.model.encoder is not None:
+        raise UserError(
+            f"model.kind=encoder_decoder of {run} has a source and a target, and analyses read one sequence; give a "
+            "run of another kind"
+        )
     missing = {name: analysis.missing(config, run) for name, analysis in ANALYSES.items()}
     applying = [analysis for name, analysis in ANALYSES.items() if missing[name] is None]
     choice = ", ".join(analysis.name for analysis in applying)

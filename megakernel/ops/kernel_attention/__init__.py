@@ -53,6 +53,7 @@ def kernel_attention(
     positions: Positions | None = None,
     exchange: Exchange | None = None,
     exchange_after: Exchange | None = None,
+    cross: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, KernelState]:
     """Attention with the kernel phi(q).phi(k), linear in sequence length (docs/formulas.md, 2).
@@ -61,7 +62,7 @@ def kernel_attention(
         q: (B, H, N, d).
         k: (B, H_kv, N, d), H a multiple of H_kv; query head h uses key head h // (H / H_kv).
         v: (B, H_kv, N, D). q, k and v share one floating dtype. If not `causal` and without documents, the number of
-            keys and values may differ from the number of queries.
+            keys and values may differ from the number of queries: then they are as with `cross`.
         feature_map: elu, relu, identity, hedgehog, favor, rks or prf; a `Map` adds options.
         projection: W (d, d) for hedgehog or omega (M, d) for favor, rks and prf, or one per key head (H_kv, ...), or a
             `FastFood` instead of omega.
@@ -82,6 +83,8 @@ def kernel_attention(
             and returns the entering state. The returned state is then what these tokens add.
         exchange_after: the same for the tokens after this shard. Required with `exchange` if not `causal`, and an
             error if `causal`.
+        cross: keys and values are other tokens than queries, of which there may be another number: a key weight of 0
+            then says nothing about a query. Without `causal` and documents.
         backend: reference, chunked or triton; None reads MEGAKERNEL_BACKEND from the environment, and by default takes
             triton on a GPU and chunked elsewhere.
 
@@ -91,9 +94,12 @@ def kernel_attention(
     Raises:
         ValueError: invalid shapes, dtypes, devices or names; the message names the argument.
     """
-    cross = not causal and positions is None and cu_seqlens is None
+    is_whole = not causal and positions is None and cu_seqlens is None
+    if cross and not is_whole:
+        raise ValueError("cross with causal=True, positions or cu_seqlens; leave them out")
     key = first_key(k, priors)
-    check_heads(q, key, v, cross=cross)
+    check_heads(q, key, v, cross=is_whole)
+    cross = cross or key.shape[2] != q.shape[2]
     k = pack_keys(k)
     check_feature_map(feature_map, projection, key)
     batch, _, length, _ = key.shape
@@ -117,7 +123,7 @@ def kernel_attention(
         positions = 0 if initial_state is None else 1
     options = KernelOptions(
         *(feature_map, projection, causal, normalize, key_weights, priors, positions, initial_state),
-        *(exchange, exchange_after, return_state),
+        *(exchange, exchange_after, return_state, cross),
     )
     out, state = choose(IMPLEMENTATIONS, backend)(q, k, v, options)
     return (out, state) if return_state else out

@@ -63,7 +63,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Ten
         run = partial(_over_groups, phi=phi, positions=positions)
         finish = finish_for(feature_map, options.normalize)
         (out, *lost), leaving = variant(run, finish, (q, k, v, key_weights), state, exchanges, positions)
-        if key_weights is not None and key_weights.shape[2] == q.shape[2]:
+        if key_weights is not None and not options.cross:
             # A token with key weight 0 is padding; if its query is lost, the output stays 0.
             real = (key_weights != 0).repeat_interleave(q.shape[1] // k.shape[1], 1)
             lost = [mask & real for mask in lost]

@@ -27,3 +27,6 @@ class KernelOptions(NamedTuple):
     exchange_after: Exchange | None = None
     return_state: bool = True
     """Whether the caller needs the final state."""
+
+    cross: bool = False
+    """Whether keys are other tokens than queries, so that a key of weight 0 does not mark a query as padding."""

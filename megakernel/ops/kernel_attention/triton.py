@@ -119,7 +119,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Ten
     if key_weights is not None:
         # Padding (key weight 0) and queries that see no key are not lost: their outputs stay 0.
         real = key_weights != 0
-        if key_weights.shape[2] != q.shape[2]:
+        if options.cross:
             real = real.any(-1, keepdim=True)
         lost &= real.repeat_interleave(q.shape[1] // k.shape[1], 1)
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megakernel.config import ConfigError, check_same_run, load, to_yaml
+from megakernel.config.epochs import with_steps
 
 from .trees import config, file
 
@@ -43,6 +44,15 @@ def test_several_corpora_are_one_pass_together_and_patterns_are_read(tmp_path: P
 def test_a_classifier_counts_examples(tmp_path: Path):
     model = {"kind": "classifier", "attention": "softmax", "classifier": {"num_classes": 2, "documents": 2}}
     assert steps(tmp_path, str(corpus(tmp_path / "x", 10**6, 400)), 2, model=model) == 2 * 200 // 8
+
+
+def test_an_encoder_decoder_counts_pairs(tmp_path: Path):
+    folder = str(corpus(tmp_path / "x", 10**6, 400))
+    training = {"steps": None, "epochs": 2, "seq_len": 512, "global_batch_size": 8}
+    tree = {"model": {"kind": "encoder_decoder"}, "data": {"train": folder}, "training": training}
+    found, problems = with_steps(tree)
+    assert problems == []
+    assert found["training"]["steps"] == 2 * 200 // 8
 
 
 def test_more_epochs_continue_the_run(tmp_path: Path):

@@ -9,9 +9,10 @@ import torch
 
 from data_pipeline.batch import PADDING, Batch
 from data_pipeline.corpus import Corpora
-from data_pipeline.loader import ValidationBatches
+from data_pipeline.loader import TrainingBatches, ValidationBatches
 from data_pipeline.manifest import FileRecord
 from data_pipeline.order import Share
+from data_pipeline.token_files import TokenFile
 from megakernel.config import Config, UserError
 from tests.hostile import plant_pickle
 from tests.unit.data.conftest import SEQ_LEN, prepared, step_batches
@@ -225,6 +226,17 @@ def test_labels_for_plain_text_are_refused(tmp_path: Path):
         prepared(tmp_path / "out", [str(tmp_path)], labels="kind")
 
 
-def test_a_second_text_needs_labels(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"--second-text-key other needs labels; add --labels KEY"):
-        prepared(tmp_path / "out", write(tmp_path / "rows.jsonl", ROWS), second_text_key="other")
+def test_cut_documents_are_counted(labelled: Path, pairs: Path, classify: Configure):
+    def count(folder: Path, seq_len: int = SEQ_LEN, **classifier: Any) -> tuple[str, int, int, int]:
+        config = classify(folder, {"seq_len": seq_len}, **classifier)
+        [found] = TrainingBatches(config, Corpora(config.data), Share()).cut()
+        return found.documents, found.total, found.cut, found.longest
+
+    def expected(folder: Path, added: int = 0) -> tuple[str, int, int, int]:
+        lengths = [len(tokens) + added for tokens in TokenFile(folder / "train")]
+        return "documents", len(lengths), sum(length > SEQ_LEN for length in lengths), max(lengths)
+
+    assert count(labelled) == expected(labelled)
+    assert count(labelled, pooling="cls") == expected(labelled, added=1)
+    assert count(pairs, documents=2) == expected(pairs)
+    assert count(labelled, seq_len=64)[2] == 0

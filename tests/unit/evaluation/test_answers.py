@@ -140,9 +140,9 @@ def test_invalid_tasks_are_refused(specs, options, explanation):
         ),
         (
             "lm:stride=8",
-            "--task lm:stride=8: stride=8 needs a causal_lm, runs/x is a masked_lm; leave it out",
+            "--task lm:stride=8: stride=8 needs a causal_lm, runs/x is of kind masked_lm; leave it out",
         ),
-        ("lm:far=shuffled", "far=shuffled needs a causal_lm, runs/x is a masked_lm; leave it out"),
+        ("lm:far=shuffled", "far=shuffled needs a causal_lm, runs/x is of kind masked_lm; leave it out"),
     ],
 )
 def test_tasks_that_need_a_causal_lm_refuse_an_encoder(spec, explanation):

@@ -174,3 +174,43 @@ def test_on_a_gpu_only_relative_sums_are_checked_for_underflow():
     assert all(kernels_check(name, True, cpu) for name in ("elu", "hedgehog", "favor", "prf"))
     assert kernels_check("hedgehog", True, gpu, decays=True)
     assert not kernels_check("favor", False, cpu)
+
+
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+def test_a_masked_key_of_another_sequence_does_not_hide_a_query(backend):
+    """With as many keys as queries: the query at a masked key's place has underflowed, and is recomputed."""
+    q, k, v = (x.float() for x in inputs())
+    q[..., 0], k[..., 0] = 30.0, -30.0
+    projection = torch.zeros(2, WIDTH)
+    projection[:, 0] = torch.tensor([3.0, -3.0])  # the features of queries are tiny in all keys
+    key_weights = torch.ones(B, 1, N)
+    key_weights[:, :, 5:] = 0
+    options = {"feature_map": "favor", "projection": projection, "causal": False, "key_weights": key_weights}
+    found = kernel_attention(q, k, v, cross=True, backend=backend, **options)
+    seen = (x[:, :, :5].double() for x in (k, v))
+    exact = kernel_attention(
+        q.double(), *seen, feature_map="favor", projection=projection.double(), causal=False
+    )
+    torch.testing.assert_close(found.double(), exact, atol=1e-5, rtol=1e-5)
+    assert found[:, :, 5:].abs().max() > 0
+
+
+def test_cross_attention_has_neither_order_nor_documents():
+    q, k, v = inputs()
+    positions = torch.arange(N).expand(B, N)
+    for options in ({"causal": True}, {"causal": False, "positions": positions}):
+        with pytest.raises(ValueError, match="cross with causal=True, positions or cu_seqlens"):
+            kernel_attention(q, k, v, feature_map="elu", cross=True, **options)
+
+
+@every_map
+def test_a_state_is_read_by_keys_that_do_not_count(feature_map):
+    """What `attention.cross` does for each token that is written."""
+    q, k, v = inputs()
+    options = {"feature_map": feature_map, "projection": projection_of(feature_map), "causal": False}
+    whole, state = kernel_attention(q, k, v, return_state=True, cross=True, **options)
+    nothing = {"key_weights": torch.zeros(B, 1, 1, dtype=torch.float64), "initial_state": state}
+    empty = (torch.zeros(B, KV, 1, WIDTH).double(), torch.zeros(B, KV, 1, VALUES).double())
+    for token in (0, 7, N - 1):
+        read = kernel_attention(q[:, :, token : token + 1], *empty, cross=True, **nothing, **options)
+        torch.testing.assert_close(read, whole[:, :, token : token + 1])

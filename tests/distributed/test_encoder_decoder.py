@@ -1,0 +1,159 @@
+"""Encoder-decoders have the losses of one process on any layout, continue where they were stopped, and translate."""
+
+import json
+import random
+from functools import cache
+
+import pytest
+
+from launch.cli import main
+from megakernel.evaluation import evaluate_run
+from tests.distributed.processes import run_ranks
+from tests.distributed.training_run import (
+    assert_losses_close,
+    assert_resumed_bit_identically,
+    layout,
+    metrics,
+    scalars,
+    train,
+)
+from tests.tiers import tiered
+
+CONFIG = """
+run: {{name: run, seed: 7, root: {root}}}
+model: {{kind: encoder_decoder, num_layers: 2, hidden_size: 32, num_heads: 4, {model}}}
+training: {{steps: 3, seq_len: 32, global_batch_size: 8, micro_batch_size: 2,
+  dtype: float32, log_every: 1, eval_samples: 6}}
+optimizer: {{lr: 1e-3}}
+schedule: {{warmup_steps: 1}}
+data: {{num_workers: {workers}, train: {corpus}}}
+logging: {{tensorboard: false}}
+"""
+
+MODELS = {
+    "softmax": "encoder: {num_layers: 2}, attention: softmax, position: sinusoidal, num_kv_heads: 2",
+    "FLuRKA": (
+        "encoder: {num_layers: 1, attention: {preset: flurka_performer, compression: {rank: 8}}, "
+        "cross_attention: hedgehog}, attention: {preset: flurka, compression: {block_size: 8, rank: 2}}"
+    ),
+    "mixtures": (
+        "encoder: {num_layers: 1, attention: mgk, cross_attention: {preset: mlk, mixture: {kind: projected}}}, "
+        "attention: mgk, tie_embeddings: false, qk_norm: true, qk_norm_width: all"
+    ),
+}
+
+CASES = [
+    *(("softmax", f"dp2 zero {stage}") for stage in range(4)),
+    *(("softmax", name) for name in ("tp2", "tp2 sequence parallel", "dp2 full recompute")),
+    *(("FLuRKA", name) for name in ("tp2 sequence parallel", "dp2 zero 3", "tp2 full recompute offload")),
+    *(("mixtures", name) for name in ("tp2", "tp2 sequence parallel dp2 zero 1")),
+]
+FIRST_TIER = [("softmax", "dp2 zero 1"), ("FLuRKA", "tp2 sequence parallel")]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """A prepared folder of words and the same words in reverse order."""
+    folder = tmp_path_factory.mktemp("pairs")
+    draw = random.Random(0)
+    with (folder / "rows.jsonl").open("w") as rows:
+        for _ in range(2000):
+            words = draw.choices(["one", "two", "three", "four", "five", "six"], k=draw.randint(1, 4))
+            row = {"text": " ".join(words), "reversed": " ".join(words[::-1])}
+            rows.write(json.dumps(row) + "\n")
+    prepare = f"prepare --source {folder}/rows.jsonl --tokenizer words --second-text-key reversed"
+    assert main(f"{prepare} --validation-fraction 0.2 --workers 1 --out {folder}/out".split()) == 0
+    return folder / "out"
+
+
+def write_config(folder, pairs, name, workers=0):
+    path = folder / "config.yaml"
+    path.write_text(CONFIG.format(root=folder, model=MODELS[name], corpus=pairs, workers=workers))
+    return path
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory, pairs):
+    """Model -> its configuration and metrics in one process, trained when first asked for."""
+
+    @cache
+    def measured(name):
+        config = write_config(tmp_path_factory.mktemp("one"), pairs, name)
+        return config, train(config, 1)
+
+    return measured
+
+
+@pytest.mark.parametrize(("model", "ranks"), tiered(CASES, FIRST_TIER))
+def test_every_layout_has_the_losses_of_one_process(model, ranks, one_process, tmp_path):
+    config, expected = one_process(model)
+    lines = train(config, *layout(ranks), f"run.root={tmp_path}")
+    assert_losses_close(lines, expected)
+
+
+@pytest.mark.parametrize("model", tiered(MODELS, ["softmax"]))
+def test_a_resumed_run_is_bit_identical_to_an_uninterrupted_one(model, one_process, tmp_path):
+    config, whole = one_process(model)
+    options = (f"run.root={tmp_path}", "checkpoint.every=2", "schedule.decay_steps=2")
+    train(config, 1, *options, "training.steps=2")
+    assert_resumed_bit_identically(train(config, 1, *options), whole)
+
+
+@pytest.mark.second
+def test_dropout_does_not_depend_on_the_layout(one_process, tmp_path):
+    config, plain = one_process("softmax")
+    dropout = "model.dropout={attention: 0.1, residual: 0.1, embedding: 0.1}"
+    lines = train(config, 1, f"run.root={tmp_path}/one", dropout)
+    assert scalars(lines, "train/loss") != scalars(plain, "train/loss")
+    for ranks in ("dp2", "tp2 sequence parallel", "full recompute"):
+        found = train(config, *layout(ranks), f"run.root={tmp_path}/{ranks}".replace(" ", "-"), dropout)
+        assert_losses_close(found, lines)
+
+
+def test_evaluating_a_run_gives_the_loss_of_training(one_process):
+    config, lines = one_process("FLuRKA")
+    [loss] = run_ranks(_evaluate, 1, config.parent / "run")
+    assert loss == pytest.approx(scalars(lines, "eval/loss")[-1], rel=1e-5)
+
+
+def _evaluate(folder):
+    return evaluate_run(folder).loss
+
+
+def test_a_decoder_starts_from_the_weights_of_another_mechanism(one_process, pairs, tmp_path):
+    """As FLuRKA's up-training does: every weight but those of the new mechanism is the earlier run's."""
+    config, lines = one_process("softmax")
+    changes = (
+        "model.attention=linear",
+        "model.encoder.attention=linear",
+        f"init.from={config.parent / 'run'}",
+    )
+    still = ("optimizer.lr=1e-30", "training.eval_samples=6", f"run.root={tmp_path}")
+    started = train(config, 1, *changes, *still)
+    same = train(config, 1, f"init.from={config.parent / 'run'}", *still, "run.name=same")
+    assert scalars(same, "eval/loss")[0] == pytest.approx(scalars(lines, "eval/loss")[-1], rel=1e-6)
+    assert scalars(started, "eval/loss")[0] != scalars(same, "eval/loss")[0]
+
+
+@pytest.mark.second
+def test_a_model_learns_to_turn_the_words_of_a_text_around(pairs, tmp_path, capsys):
+    """It has to read the source: the order of its words is random. With the loader's workers, as users have it."""
+    config = write_config(tmp_path, pairs, "softmax", workers=2)
+    longer = ("training.steps=300", "training.global_batch_size=64", "training.micro_batch_size=64")
+    size = (
+        "training.log_every=100",
+        "training.seq_len=8",
+        "optimizer.lr=3e-3",
+        "training.eval_samples=60",
+        "model.hidden_size=64",
+    )
+    assert main(["pretrain", str(config), *longer, *size]) == 0
+    capsys.readouterr()
+    run = tmp_path / "run"
+    assert scalars(metrics(run), "eval/loss")[-1] < 0.1
+    assert main(["evaluate", str(run), "--task", "translation:samples=60", "--json"]) == 0
+    [found] = json.loads(capsys.readouterr().out)
+    assert found["bleu"] > 85
+    assert found["unended"] == found["cut_sources"] == 0
+    assert main(["generate", str(run), "--prompt", "one two three", "--beams", "2"]) == 0
+    assert capsys.readouterr().out == "three two one\n"
