@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from launch.arguments import Number, add_run_arguments
 from launch.messages import console
 from megakernel.analysis.plots.catalogue import ALL, ANALYSES
+from megakernel.config import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,47 +47,72 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="noise draws (default %(default)s)",
     )
     add(
+        "--at-accuracy",
+        type=Number(float, 0, 1),
+        nargs="+",
+        metavar="A",
+        help="instead of --step: for each A the first kept checkpoint with this validation accuracy, from 0 to 1",
+    )
+    add(
         "--out",
         type=Path,
         metavar="DIR",
-        help="output folder (default: RUN/analysis/step_N, and the plots also in TensorBoard)",
+        help="output folder, with --at-accuracy of a folder step_N for each checkpoint (default: RUN/analysis/step_N, "
+        "and the plots also in TensorBoard)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the analyses one after another and print a summary of each."""
+    """Run the analyses of one checkpoint after another and print a summary of each."""
+    out = console(highlight=False)
+    if args.at_accuracy is None:
+        _analyze(args, args.step, args.out, out)
+        return 0
+    from megakernel.analysis.plots.run import steps_at_accuracy
+
+    if args.step is not None:
+        raise UserError(
+            f"--step {args.step} is one checkpoint and --at-accuracy chooses them; leave out one of them"
+        )
+    steps = steps_at_accuracy(args.run_folder, args.at_accuracy)
+    for step in dict.fromkeys(steps.values()):
+        levels = ", ".join(f"{level:g}" for level, chosen in steps.items() if chosen == step)
+        out.print(f"accuracy {levels}: step {step}")
+        _analyze(args, step, None if args.out is None else args.out / f"step_{step}", out)
+    return 0
+
+
+def _analyze(args: argparse.Namespace, step: int | None, target: Path | None, out: "Console") -> None:
     from megakernel.analysis.plots.run import analyze_run
 
-    out = console(highlight=False)
     with console(stderr=True).status("loading") as status:
         results = analyze_run(
             args.run_folder,
             args.what,
-            step=args.step,
+            step=step,
             samples=args.samples,
             seq_len=args.seq_len,
             draws=args.draws,
-            out=args.out,
+            out=target,
             begin=lambda analysis: status.update(analysis.name),
         )
         for result in results:
             _print(result, out)
-    return 0
 
 
 def _print(result: "Result", out: "Console") -> None:
-    if result.analysis.value:
-        out.print(_summary(result))
+    for value in filter(None, (result.analysis.value, *result.analysis.also)):
+        out.print(_summary(result, value))
     plots = len(result.plots)
     out.print(f"{result.table}, {plots} plot{'s' * (plots != 1)}", soft_wrap=True)
 
 
-def _summary(result: "Result") -> "Table":
+def _summary(result: "Result", value: str) -> "Table":
     from rich.table import Table
 
     from megakernel.analysis.plots.table import summaries
 
-    value, by = result.analysis.value, result.analysis.by
+    by = result.analysis.by
     groups = summaries(result.rows, value, by)
     if len(groups) > MAX_GROUPS:
         by = by[:1]

@@ -13,13 +13,14 @@ import argparse
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from benchmarks.page import command_line, page_parser, run_main, write_page
 from megakernel.config import RunFailed, UserError
 from megakernel.config.errors import nearest_first
 
 from .checks import CHECKS
-from .page import page, result_row, write_curves
+from .page import page, result_row
 from .runs import RunOptions, StudyResult, StudyRun, check_names, make_run, prepare, train
 from .study import LoadedStudy, names, read_study
 
@@ -29,7 +30,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = page_parser(__doc__ or "")
     parser.add_argument("study", nargs="?", metavar="NAME", help="the study")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of all models")
-    parser.add_argument("--only", nargs="+", metavar="MODEL", help="models (default: all)")
+    parser.add_argument("--only", nargs="+", metavar="MODEL", help="models (default: the study's)")
     parser.add_argument("--variants", nargs="+", metavar="V", help="variants (default: as the study says)")
     parser.add_argument("--seeds", nargs="+", type=int, metavar="S", help="seeds (default: the study's)")
     length = parser.add_mutually_exclusive_group()
@@ -54,6 +55,8 @@ def listing(name: str | None) -> str:
     loaded = read_study(name)
     study = loaded.study
     lines = [study.title, f"models: {', '.join(loaded.models)}"]
+    if study.only:
+        lines.append(f"without --only: {', '.join(study.only)}")
     if list(study.variants) != [""]:
         lines.append(f"variants: {', '.join(study.variants)}")
     return "\n".join([*lines, *(f"task {name}: {task}" for name, task in study.tasks.items())])
@@ -73,7 +76,7 @@ def planned_runs(study: LoadedStudy, arguments: argparse.Namespace) -> list[Stud
     keys = study.study
     steps = [] if arguments.steps is None else [f"training.steps={arguments.steps}"]
     options = RunOptions((*arguments.overrides, *steps), arguments.tokens)
-    models = chosen("--only", arguments.only, study.models)
+    models = chosen("--only", arguments.only or keys.only, study.models)
     variants = chosen("--variants", arguments.variants, keys.variants)
     if arguments.variants is None and not keys.all_variants:
         variants = variants[:1]
@@ -105,6 +108,19 @@ def measure_all(runs: Sequence[StudyRun], nproc: int) -> tuple[list[StudyResult]
     return results, failures
 
 
+def write_plots(study: LoadedStudy, results: Sequence[StudyResult], page_file: Path) -> None:
+    """Write the plots that the study names next to its page."""
+    if study.study.curves is None and study.study.scatter is None:
+        return
+    # Needs matplotlib, which few studies do.
+    from .plots import write_curves, write_scatter
+
+    if study.study.curves is not None:
+        write_curves(results, study.study.curves, page_file)
+    if study.study.scatter is not None:
+        write_scatter(study, results, page_file)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a study; returns 1 if no page could be written."""
     arguments = parse(argv)
@@ -122,8 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("no page is written:", *failures, sep="\n  ", file=sys.stderr)
         return 1
     write_page(page(study, results, command_line("experiments", argv)), arguments.out)
-    if study.study.curves is not None and arguments.out is not None:
-        write_curves(results, study.study.curves, arguments.out)
+    if arguments.out is not None:
+        write_plots(study, results, arguments.out)
     return 0
 
 

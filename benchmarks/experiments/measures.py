@@ -231,6 +231,34 @@ class FirstStep(Measure):
         return next((step for step, value in curve if value >= self.level), "never")
 
 
+class FlopsToLoss(Measure):
+    """TFLOPs of training until a loss first reaches that of another model at its end, or never.
+
+    Counted by their formulas at training.seq_len; both models have the same variant and seed.
+    """
+
+    baseline: str
+    """Name of the other model."""
+
+    tag: str = "eval/loss"
+    """The loss."""
+
+    format: str = ",.3f"
+
+    def value(self, result: "StudyResult", results: Sequence["StudyResult"]) -> Value:
+        """See the class."""
+        same = (self.baseline, result.run.variant, result.run.seed)
+        other = next((other for other in results if other.key == same), None)
+        if other is None or not (curve := other.curve(self.tag)):
+            return None
+        level = curve[max(curve)]
+        steps = sorted(result.curve(self.tag).items())
+        step = next((step for step, loss in steps if loss <= level), None)
+        if step is None:
+            return "never"
+        return result.costs[2] * result.config.training.consumed(step)[1] / 1e12
+
+
 class PerToken(Measure):
     """Cost of a token of a sequence: the median µs of a step after the first, or bytes of all processes."""
 
@@ -317,6 +345,7 @@ MEASURES: dict[str, type[Measure]] = {
     "buckets": Buckets,
     "metric": Metric,
     "first_step": FirstStep,
+    "flops_to_loss": FlopsToLoss,
     "per_token": PerToken,
     "report": ReportNumber,
 }

@@ -1,15 +1,14 @@
-"""The page of a study: its text, table and models; and curves as CSV and PNG."""
+"""The page of a study: its text, table, models and correlations."""
 
 import json
+import statistics
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.page import table_page, table_row
-from megakernel.analysis.plots.table import Row, to_csv
 
 from .measures import Value
 from .runs import StudyResult, StudyRun
@@ -38,7 +37,7 @@ def page(study: LoadedStudy, results: Sequence[StudyResult], command: str) -> st
         details += f", {torch.cuda.get_device_name()}"
     text = results[0].run.fill(study.study.text, **text_names(results[0].run)).strip()
     table = table_page(study.study.title, command, text, shown, lines, details)
-    return "\n".join([table, *_model_lines(results), ""])
+    return "\n".join([table, *_model_lines(results), *correlation_lines(study, results), ""])
 
 
 def result_row(
@@ -94,24 +93,32 @@ def _model_lines(results: Sequence[StudyResult]) -> list[str]:
     return lines
 
 
-def write_curves(results: Sequence[StudyResult], tag: str, page_file: Path) -> None:
-    """Write the curves of a metric as CSV, and as PNG with a panel for each variant, next to the page."""
-    from matplotlib.figure import Figure
+LEAST_CORRELATED = 3
+"""Fewest runs of which R² says something: two points are always on a line."""
 
-    rows: list[Row] = [
-        {"variant": run.variant, "model": run.name, "seed": run.seed, "step": step, "value": value}
-        for run, curve in ((result.run, result.curve(tag)) for result in results)
-        for step, value in sorted(curve.items())
-    ]
-    page_file.with_suffix(".csv").write_text(to_csv(rows), encoding="utf-8")
-    variants = sorted({result.run.variant for result in results})
-    figure = Figure(figsize=(4.5 * len(variants), 3.5), layout="constrained")
-    panels = figure.subplots(1, len(variants), sharey=True, squeeze=False)[0]
-    for variant, axes in zip(variants, panels):
-        for result in (result for result in results if result.run.variant == variant):
-            curve = result.curve(tag)
-            axes.plot(list(curve), list(curve.values()), label=str(result.run))
-        axes.set(title=variant, xlabel="step")
-    figure.axes[0].set_ylabel(tag)
-    figure.axes[0].legend()
-    figure.savefig(page_file.with_suffix(".png"), dpi=120)
+
+def correlation_lines(study: LoadedStudy, results: Sequence[StudyResult]) -> list[str]:
+    """R² of each pair of the study's `correlations`, over the runs of each variant that have both numbers."""
+    lines = []
+    for first, second in study.study.correlations:
+        for variant in dict.fromkeys(result.run.variant for result in results):
+            of_variant = [result for result in results if result.run.variant == variant]
+            columns = [study.columns[title] for title in (first, second)]
+            pairs = [[column.value(result, results) for column in columns] for result in of_variant]
+            points = [
+                (float(x), float(y))
+                for x, y in pairs
+                if isinstance(x, int | float) and isinstance(y, int | float)
+            ]
+            name = f"* R² of *{first}* and *{second}* over {len(points)} runs"
+            lines.append(f"{name}{f' of {variant}' if variant else ''}: {_squared_correlation(points)}")
+    return lines
+
+
+def _squared_correlation(points: Sequence[tuple[float, float]]) -> str:
+    if len(points) < LEAST_CORRELATED:
+        return f"none, which takes {LEAST_CORRELATED} runs"
+    xs, ys = zip(*points)
+    if len(set(xs)) == 1 or len(set(ys)) == 1:
+        return "none, because one of them is the same everywhere"
+    return f"{statistics.correlation(xs, ys) ** 2:.2f}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from megakernel.config.section import Section
 from megakernel.config.validation import validate_section
 
 from .checks import CHECKS
-from .measures import MEASURES, Against, Measure, OfTask
+from .measures import MEASURES, Against, FlopsToLoss, Measure, OfTask
 
 FOLDER = Path(__file__).parent
 Overrides = dict[str, Any]
@@ -72,6 +72,29 @@ class Variant(Section):
 
     models: dict[str, Overrides] = Field({})
     """Overrides of single models, after their own."""
+
+
+class Scatter(Section):
+    """A plot of the table's rows: a panel for each variant, and one of the means over variants of models in all."""
+
+    x: str
+    """Column of the horizontal axis."""
+
+    y: str
+    """Column of the vertical axis."""
+
+    size: str
+    """Column that areas of points are proportional to; with a dash before it, inversely."""
+
+    @property
+    def inverse(self) -> bool:
+        """Whether a small number is a large point."""
+        return self.size.startswith("-")
+
+    @property
+    def columns(self) -> list[str]:
+        """The titles of the columns of x, y and size."""
+        return [self.x, self.y, self.size.removeprefix("-")]
 
 
 class StudyStart(Section):
@@ -130,6 +153,9 @@ class Study(Section):
     models: dict[str, Any] = Field({})
     """Other models: name -> PRESET[+PART...], a list of them (a layer each), or overrides."""
 
+    only: list[str] = Field([])
+    """Models that are measured without --only; empty: all of them."""
+
     variants: dict[str, Variant] = Field({"": Variant()})
     """Name -> setting; without --variants the first one is measured, or all of them with `all_variants`."""
 
@@ -166,11 +192,17 @@ class Study(Section):
     sort: list[str] = Field([])
     """Columns by which rows are sorted; a dash before one sorts the largest first."""
 
+    correlations: list[tuple[str, str]] = Field([])
+    """Pairs of columns whose R² over the runs of a variant stands below the table."""
+
     checks: list[str] = Field([])
     """What must hold before a page is written: names in `checks.py`."""
 
     curves: str | None = None
     """Metric whose curves are written next to the page, as CSV and PNG."""
+
+    scatter: Scatter | None = None
+    """Columns that are drawn against each other next to the page, as PAGE_scatter.png."""
 
     nproc: int = 1
     """Processes of a training run."""
@@ -274,6 +306,9 @@ def _unknown_names(loaded: LoadedStudy) -> Iterator[Problem]:
     """Problems of names that stand for nothing in the study."""
     study = loaded.study
     used: list[tuple[str, Iterable[str], Iterable[str]]] = [
+        ("only", study.only, loaded.models),
+        ("correlations", chain.from_iterable(study.correlations), study.columns),
+        ("scatter", [] if study.scatter is None else study.scatter.columns, study.columns),
         ("checks", study.checks, CHECKS),
         ("sort", [title.removeprefix("-") for title in study.sort], study.columns),
     ]
@@ -281,7 +316,7 @@ def _unknown_names(loaded: LoadedStudy) -> Iterator[Problem]:
         used.append((f"variants.{name}.models", variant.models, loaded.models))
     for title, column in loaded.columns.items():
         used.append((f"columns.{title}.of", [column.of] if isinstance(column, OfTask) else (), study.tasks))
-        if isinstance(column, Against):
+        if isinstance(column, Against | FlopsToLoss):
             used.append((f"columns.{title}.baseline", [column.baseline], loaded.models))
     for key, found, known in used:
         for item in found:

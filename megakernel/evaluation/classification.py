@@ -11,7 +11,7 @@ from torch import Tensor
 from data_pipeline.loader import ValidationBatches
 from megakernel.model import LanguageModel
 
-from .voting import log_vote, mean_over_draws
+from .voting import each_draw, vote_scores
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,9 @@ class ExamplePredictions:
 
     outputs: Tensor
     """Log-probabilities (examples, classes), or predicted numbers (examples, 1)."""
+
+    vote: dict[str, float | None] | None = None
+    """The scores of `vote_scores`, of classes predicted over draws."""
 
     @property
     def is_regression(self) -> bool:
@@ -107,17 +110,25 @@ def predict_examples(
 
     model: in evaluation mode. progress: called after each batch with the batches done and all batches.
     draws: number of draws of the noise that training redraws, over which class probabilities, or predicted numbers, are
-    averaged; None: the current noise.
+    averaged, and over which classes vote; None: the current noise.
     """
-    labels, outputs = [], []
+    labels, outputs, likeliest, logs = [], [], [], []
     for done, batch in enumerate(batches, start=1):
-        tokens, positions = batch.tokens.to(device), batch.positions.to(device)
-        if batch.labels.is_floating_point():
-            numbers = partial(model.outputs, tokens, positions)
-            found = numbers() if draws is None else mean_over_draws(model, numbers, draws)
+        tokens, positions, counted = batch.tokens.to(device), batch.positions.to(device), batch.loss_mask
+        targets = batch.labels[counted]
+        labels.append(targets)
+        is_regression = targets.is_floating_point()
+        predict = partial(model.outputs if is_regression else model.log_probabilities, tokens, positions)
+        if draws is None:
+            outputs.append(predict().cpu()[counted])
         else:
-            found = log_vote(model, partial(model.log_probabilities, tokens, positions), draws)
-        labels.append(batch.labels[batch.loss_mask])
-        outputs.append(found.cpu()[batch.loss_mask])
+            found = torch.stack([drawn.cpu()[counted] for drawn in each_draw(model, predict, draws)])
+            if is_regression:
+                outputs.append(found.mean(0))
+            else:
+                outputs.append(found.double().exp().mean(0).log())
+                likeliest.append(found.argmax(-1))
+                logs.append(found[:, range(len(targets)), targets].double())
         progress(done, len(batches))
-    return ExamplePredictions(torch.cat(labels), torch.cat(outputs))
+    vote = vote_scores(torch.cat(labels), torch.cat(likeliest, 1), torch.cat(logs, 1)) if likeliest else None
+    return ExamplePredictions(torch.cat(labels), torch.cat(outputs), vote)

@@ -144,11 +144,12 @@ class LanguageModelling:
 
         options, corpora, batches = self.options, subject.text, self._batches(subject, config)
         by_position: list[PositionBucket] = []
-        accuracy, scores = None, None
+        accuracy, scores, vote = None, None, None
         if config.model.classifier is not None:
             assert isinstance(batches, ValidationBatches)
             found = predict_examples(subject.model, batches, subject.device, progress, options.draws)
-            tokens, loss, accuracy, scores = len(found.labels), found.loss, found.accuracy, found.scores
+            tokens, loss, accuracy = len(found.labels), found.loss, found.accuracy
+            scores, vote = found.scores, found.vote
         else:
             by_position = loss_by_position(subject.model, batches, subject.device, progress, options.draws)
             tokens = sum(bucket.tokens for bucket in by_position)
@@ -174,6 +175,7 @@ class LanguageModelling:
             stride=options.stride,
             split=options.split,
             scores=scores,
+            vote=vote,
         )
 
     def _measure_far(self, subject: LoadedRun, config: Config, progress: OnPass) -> TaskResult:

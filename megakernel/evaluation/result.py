@@ -102,6 +102,12 @@ class Evaluation:
     scores: dict[str, float] | None = None
     """For a classifier, Matthews' correlation and, with two classes, F1; for a regression, Pearson's and Spearman's."""
 
+    vote: dict[str, float | None] | None = None
+    """For a classifier with draws, accuracy of single draws and of their majority, gain, inconsistency and deviation.
+
+    See `vote_scores`. `accuracy` above is that of the mean probabilities.
+    """
+
     @property
     def is_regression(self) -> bool:
         """Whether numbers are predicted; their loss has no perplexity."""
@@ -118,6 +124,7 @@ class Evaluation:
         if not self.is_regression:
             scalars["perplexity"] = self.perplexity
         optional = {"bits_per_byte": self.bits_per_byte, "accuracy": self.accuracy, **(self.scores or {})}
+        optional |= {f"vote/{name}": value for name, value in (self.vote or {}).items()}
         return scalars | {name: value for name, value in optional.items() if value is not None}
 
     def table(self) -> Table:
@@ -139,6 +146,8 @@ class Evaluation:
         if self.accuracy is not None:
             below.append(f"accuracy {self.accuracy:.1%}")
         below += [f"{name} {decimal(score)}" for name, score in (self.scores or {}).items()]
+        if self.vote is not None:
+            below += _vote_lines(self.vote)
         columns: tuple[str, ...] = ("position", "predictions", "loss", "perplexity")
         total = _row("all", self.tokens, self.loss, self.perplexity)
         if self.is_regression:
@@ -156,3 +165,11 @@ class Evaluation:
 
 def _row(positions: str, tokens: int, loss: float, perplexity: float) -> tuple[str, ...]:
     return positions, f"{tokens:,}", decimal(loss), f"{perplexity:.2f}"
+
+
+def _vote_lines(vote: dict[str, float | None]) -> list[str]:
+    gain = "" if vote["gain"] is None else f", gain {vote['gain']:.3f}"
+    return [
+        f"single draws: accuracy {vote['accuracy']:.1%}; their vote: {vote['voting_accuracy']:.1%}{gain}",
+        f"inconsistency {number(vote['inconsistency'], 2)} %, deviation {number(vote['deviation'])}",
+    ]

@@ -6,9 +6,9 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from data_pipeline.pairs import TranslationPairs
 from pydantic import Field
 
+from data_pipeline.pairs import TranslationPairs
 from data_pipeline.tokenizers import Tokenizer
 from megakernel.checkpoint.opened import OpenedModel
 from megakernel.config import UserError

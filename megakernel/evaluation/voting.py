@@ -1,4 +1,4 @@
-"""Averaging predictions over draws of a learned kernel's noise (*Learning the Transformer Kernel*, section 4.1)."""
+"""Averages and votes over draws of a learned kernel's noise (*Learning the Transformer Kernel*, section 4.1)."""
 
 from collections.abc import Callable, Iterator
 
@@ -51,6 +51,31 @@ def each_draw(model: nn.Module, predict: Callable[[], Tensor], draws: int) -> It
         for noise, number, values in held:
             noise.draw_number = number
             noise.values.copy_(values)
+
+
+def vote_scores(targets: Tensor, likeliest: Tensor, logs: Tensor) -> dict[str, float | None]:
+    """The scores of single draws and of their vote, for D draws of T predictions.
+
+    accuracy: mean of single draws; voting_accuracy: of the majority (one of them in a tie); gain: their ratio, KL's
+    AGV, None if no draw is ever right; inconsistency: share of predictions that differ from the majority, in %, KL's
+    PI; deviation: std / |mean| of the label's logit log p / (1 - p) over the draws, the median over predictions, KL's
+    RSD (which is a mean).
+
+    targets: (T,) int64; -1 is no class. likeliest: the most probable classes, (D, T) int64. logs: log-probabilities of
+    the targets, (D, T) float64.
+    """
+    voted = likeliest.mode(0).values
+    single = (likeliest == targets).double().mean().item()
+    voting = (voted == targets).double().mean().item()
+    logits = logs - torch.log1p(-logs.exp()).clamp(min=-700)
+    deviation = logits.std(0, correction=0) / logits.mean(0).abs()
+    return {
+        "accuracy": single,
+        "voting_accuracy": voting,
+        "gain": voting / single if single else None,
+        "inconsistency": 100 * (likeliest != voted).double().mean().item(),
+        "deviation": deviation.median().item(),
+    }
 
 
 def has_noise(model: nn.Module) -> bool:

@@ -27,6 +27,8 @@ APPLICABLE = {
     "gradients",
     "instability",
     "kernel_deviation",
+    "key_weights",
+    "keys",
     "mixing",
     "mixture_costs",
     "query_likelihood",
@@ -119,9 +121,30 @@ def test_with_out_the_results_go_elsewhere_and_the_run_is_unchanged(run, tmp_pat
     assert all(row["span"] < 32 for row in rows(tmp_path / "out", "span"))
 
 
+def test_checkpoints_of_given_accuracies_are_analyzed_one_after_another(run, tmp_path, capsys):
+    copy = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("analysis"))
+    with (copy / "metrics.jsonl").open("a") as file:  # as a classifier's
+        for step, accuracy in ((1, 0.3), (2, 0.7)):
+            file.write(f'{{"step": {step}, "eval/accuracy": {accuracy}}}\n')
+    levels = ("--at-accuracy", "0.2", "0.3", "0.6")
+    assert analyze(copy, "gradients", "--out", str(tmp_path / "out"), *levels) == 0
+    printed = capsys.readouterr().out
+    assert printed.index("accuracy 0.2, 0.3: step 1") < printed.index("accuracy 0.6: step 2")
+    assert "absolute_mean, min" in printed
+    early, late = (rows(tmp_path / "out" / f"step_{step}", "gradients") for step in (1, 2))
+    assert len(early) == len(late) == 32
+    assert early != late
+
+
 @pytest.mark.parametrize(
     ("options", "explanation"),
     [
+        (("span", "--at-accuracy", "0.5"), "give the checkpoint with --step"),
+        (("span", "--at-accuracy", "0.5", "--step", "1"), "leave out one of them"),
+        (
+            ("span", "--at-accuracy", "50"),
+            "50 is out of range; give a finite number of at least 0 and of at most 1",
+        ),
         (("spectra",), "--what spectra is no analysis; choose all, attention"),
         (("span", "--step", "7"), "choose one of 1, 2"),
         (("span", "--seq-len", "5000"), "give --seq-len 4096 or less"),

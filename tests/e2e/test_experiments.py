@@ -5,6 +5,7 @@ import re
 import pytest
 
 from benchmarks.experiments.__main__ import main
+from launch.cli import main as launch
 from tests.e2e.test_readme import REPOSITORY
 
 pytestmark = pytest.mark.second
@@ -51,6 +52,25 @@ columns:
   right: {measure: task, of: answers, value_of: accuracy, format: .1%}
 checks: [transformers_agree]
 """
+VOTES = f"""
+title: Votes
+text: "{{samples}}"
+config: {REPOSITORY}/benchmarks/experiments/base/sparsity.yaml
+overrides: {{training: {{steps: 2, seq_len: 21, global_batch_size: 6, micro_batch_size: 6, eval_every: 1,
+  eval_samples: 18}}, checkpoint: {{every: 1, keep_every: 1}}, data.num_workers: 0}}
+data: {{source: "sparsity:p=0.5,train=36,validation=18,length=20", tokenizer: words, out: data/sparsity}}
+presets: [gmm_rks, gmm_prf]
+tasks: {{vote: "lm:draws=3"}}
+columns:
+  model: name
+  accuracy: {{measure: task, of: vote, value_of: vote.accuracy, format: .3f}}
+  inconsistency: {{measure: task, of: vote, value_of: vote.inconsistency, format: .3f}}
+  draws: {{measure: task, of: vote, value_of: draws}}
+  memory: memory
+  TFLOPs: {{measure: flops_to_loss, baseline: gmm_rks, format: .6f}}
+correlations: [[accuracy, memory]]
+scatter: {{x: accuracy, y: memory, size: inconsistency}}
+"""
 
 
 @pytest.fixture
@@ -95,3 +115,19 @@ def test_a_study_of_an_up_training_has_rows_of_its_report(folder):
     ):
         assert re.fullmatch(pattern, row)
     assert (folder / "runs" / "small" / "hf").is_dir()
+
+
+def test_a_study_of_votes_has_their_scores_correlations_and_plot_and_checkpoints_by_accuracy(folder, capfd):
+    (folder / "votes.yaml").write_text(VOTES)
+    assert main(["votes.yaml", "--out", "page.md"]) == 0
+    lines = (folder / "page.md").read_text().splitlines()
+    rows = [line.strip("|").split("|") for line in lines if line.startswith("| `")]
+    assert [row[3].strip() for row in rows] == ["3"] * 2
+    assert all(0 <= float(row[1]) <= 1 and 0 <= float(row[2]) < 100 for row in rows)
+    assert float(rows[0][5]) >= 0
+    assert any(line.startswith("* R² of *accuracy* and *memory* over 2 runs: none") for line in lines)
+    assert (folder / "page_scatter.png").stat().st_size > 1000
+    run = ["runs/votes/gmm_prf-0", "--what", "gradients", "--draws", "2"]
+    assert launch(["analyze", *run, "--at-accuracy", "0", "--out", "gradients"]) == 0
+    assert "accuracy 0: step 1" in capfd.readouterr().out
+    assert (folder / "gradients" / "step_1" / "gradients.csv").is_file()

@@ -40,6 +40,9 @@ class Analysis:
     fits: Callable[[Attention], bool] = lambda attention: True
     """Whether a layer with this attention has it."""
 
+    also: tuple[str, ...] = ()
+    """Further columns that are printed like `value`."""
+
     needs_classes: bool = False
     """Whether the model must predict classes (of tokens or documents), and not numbers."""
 
@@ -76,9 +79,12 @@ def _has_gate(attention: Attention) -> bool:
     return joins and attention.compression is not None
 
 
+def _has_keys_of_tokens(attention: Attention) -> bool:
+    return not attention.compresses_input and not attention.spec.keys_are_queries
+
+
 def _has_a_key_per_token(attention: Attention) -> bool:
-    has_keys = not attention.compresses_input and not attention.spec.keys_are_queries
-    return has_keys and attention.keys_per_head == 1
+    return _has_keys_of_tokens(attention) and attention.keys_per_head == 1
 
 
 _KL = "Learning the Transformer Kernel"
@@ -192,6 +198,7 @@ _ALL = (
         (),
         _NOISE,
         lambda attention: attention.redraws,
+        ("absolute_mean",),
     ),
     Analysis(
         "papers.skyformer.measurements.spectral_error",
@@ -255,6 +262,26 @@ _ALL = (
         ("layer",),
         "weight for every pair under softmax or gaussian similarity",
         lambda attention: attention.weighs_every_pair,
+    ),
+    Analysis(
+        "papers.mixture_keys.key_maps.key_weights",
+        "weight matrices of keys, as heat maps",
+        "Transformer-MGK, figure 13",
+        [Plot("cells", "", "channel", "input", "weight", "matrix", each="layer", downwards=True)],
+        "weight",
+        ("layer", "matrix"),
+        "projection of keys apart from that of queries",
+        lambda attention: not attention.spec.keys_are_queries,
+    ),
+    Analysis(
+        "papers.mixture_keys.key_maps.keys",
+        "keys of the first 100 tokens of a sample, as heat maps",
+        "Transformer-MGK, figure 14",
+        [Plot("cells", "", "channel", "token", "value", "matrix", each="layer", downwards=True)],
+        "value",
+        ("layer", "matrix"),
+        "key of its own for every token",
+        _has_keys_of_tokens,
     ),
     Analysis(
         "papers.mixture_keys.costs.mixture_costs",

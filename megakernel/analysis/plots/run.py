@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megakernel.checkpoint.manifest import step_of
 from megakernel.config import UserError
 from megakernel.config.errors import report_write_errors
 from megakernel.evaluation.language_modelling import check_length, evaluated_config
 from megakernel.evaluation.subject import find_run, load_run
 from megakernel.training.observing.event_files import add_png, replaced_events
+from megakernel.training.observing.metrics_writer import read_metrics
 from megakernel.training.run_folder import events_folder, write_atomically
 
 from .catalogue import ALL, Analysis, select_analyses
@@ -117,6 +119,41 @@ def analyze_run(
             tagged = {f"plots/{analysis.name}/{name}": path for name, path in plots.items()}
             add_to_tensorboard(events_folder(folder, "analysis"), tagged, at, analysis.name)
         yield Result(analysis, rows, table, list(plots.values()))
+
+
+def steps_at_accuracy(folder: Path, levels: Sequence[float]) -> dict[float, int]:
+    """Level -> step of the first kept checkpoint whose validation accuracy is at least that.
+
+    levels: shares of right predictions, 0 to 1. Raises UserError if no kept checkpoint has one.
+    """
+    if not (folder / "metrics.jsonl").is_file():
+        raise UserError(f"{folder} has no metrics.jsonl with accuracies; give the checkpoint with --step")
+    accuracies = {
+        line["step"]: line["eval/accuracy"]
+        for line in read_metrics(folder)
+        if line.get("eval/accuracy") is not None
+    }
+    kept = {
+        step: accuracies[step]
+        for path in (folder / "checkpoints").glob("step_*")
+        if (step := step_of(path)) is not None and step in accuracies
+    }
+    if not kept:
+        raise UserError(
+            f"--at-accuracy {levels[0]}: {folder} has no checkpoint of a step that was evaluated, which takes a "
+            "classifier and a checkpoint.keep_every that training.eval_every divides; give the checkpoint with --step"
+        )
+    steps = {}
+    for level in levels:
+        reached = [step for step, accuracy in kept.items() if accuracy >= level]
+        if not reached:
+            best = max(kept, key=lambda step: kept[step])
+            raise UserError(
+                f"--at-accuracy {level}: no kept checkpoint of {folder} has it; the best is {kept[best]:.4f} at step "
+                f"{best}, so give at most that"
+            )
+        steps[level] = min(reached)
+    return steps
 
 
 def _save(figure: "Figure", path: Path) -> Path:

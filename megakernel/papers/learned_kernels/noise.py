@@ -14,7 +14,7 @@ from megakernel.analysis.plots.subject import CapturedAttention, Subject
 from megakernel.analysis.plots.table import Row
 from megakernel.attention.flurka import FlurkaAttention
 from megakernel.attention.kernel import KernelAttention
-from megakernel.evaluation.voting import each_draw, has_noise, mean_over_draws
+from megakernel.evaluation.voting import each_draw, has_noise, mean_over_draws, vote_scores
 from megakernel.model import IGNORED, LanguageModel
 from megakernel.model.layer_inputs import LayerInputs
 from megakernel.ops.feature_maps import features
@@ -50,33 +50,17 @@ def predictions(model: LanguageModel, inputs: LayerInputs) -> Tensor:
 def vote_rows(correct: Tensor, likeliest: Tensor, logs: Tensor) -> list[Row]:
     """Rows for D draws of T predictions (D, T): the quality of a vote of the first 1, 2, 4, ... and of all draws.
 
-    draws; accuracy: mean of single draws; voting_accuracy: of the majority (one of them in a tie); gain: their ratio,
-    KL's AGV; inconsistency: share of predictions that differ from the majority, in %, KL's PI; deviation: std / |mean|
-    of the label's logit log p / (1 - p) over the draws, the median over predictions, KL's RSD (which is a mean); loss:
-    of the mean probability, in nats.
+    draws; the scores of `vote_scores`; loss: of the mean probability, in nats.
     """
     total = len(correct)
     targets = torch.where(correct, likeliest, -1).amax(0)  # -1: no draw is correct, so no vote can be
     counts = sorted({*(2**n for n in range(total.bit_length())), total})
     rows: list[Row] = []
     for count in counts:
-        voted = likeliest[:count].mode(0).values
-        single = correct[:count].double().mean().item()
-        voting = (voted == targets).double().mean().item()
-        logits = logs[:count] - torch.log1p(-logs[:count].exp()).clamp(min=-700)
-        deviation = logits.std(0, correction=0) / logits.mean(0).abs()
+        scores = vote_scores(targets, likeliest[:count], logs[:count])
         mean_logs = logs[:count].logsumexp(0) - torch.tensor(float(count)).log()
-        rows.append(
-            {
-                "draws": count,
-                "accuracy": single,
-                "voting_accuracy": voting,
-                "gain": voting / single if single else "",
-                "inconsistency": 100 * (likeliest[:count] != voted).double().mean().item(),
-                "deviation": deviation.median().item(),
-                "loss": -mean_logs.mean().item(),
-            }
-        )
+        row: Row = {name: "" if score is None else score for name, score in scores.items()}
+        rows.append({"draws": count, **row, "loss": -mean_logs.mean().item()})
     return rows
 
 

@@ -20,9 +20,10 @@ from benchmarks.experiments.measures import (
     TaskNumber,
     state_size,
 )
-from benchmarks.experiments.page import page, text_names, write_curves
+from benchmarks.experiments.page import correlation_lines, page, text_names
+from benchmarks.experiments.plots import scatter_points, write_curves, write_scatter
 from benchmarks.experiments.runs import StudyResult, check_names, make_run
-from benchmarks.experiments.study import names, read_study
+from benchmarks.experiments.study import LoadedStudy, Scatter, names, read_study
 from megakernel.config import PRESETS, Attention, ConfigError, UserError, expand_preset, load, to_yaml
 from megakernel.evaluation.records import file_name
 from megakernel.evaluation.run import parse as parse_tasks
@@ -58,6 +59,10 @@ def test_every_study_has_valid_runs(name):
             "columns: {a: {measure: against, of: b, value_of: x, baseline: z}}",
             "columns.a.baseline=z is unknown; choose y",
         ),
+        ("only: [z]", "study.yaml: only=z is unknown; choose y"),
+        ("correlations: [[a, b]]", "study.yaml: correlations=b is unknown; choose a"),
+        ("scatter: {x: a, y: b, size: -a}", "study.yaml: scatter=b is unknown; choose a"),
+        ("columns: {a: {measure: flops_to_loss, baseline: z}}", "columns.a.baseline=z is unknown; choose y"),
         ("checks: [learnt]", "study.yaml: checks=learnt is unknown; choose learned"),
         ("sort: [-b]", "study.yaml: sort=b is unknown; choose a"),
         ("variants: {x: {model: {}}}", "variants.x.model={} is an unknown key; did you mean models?"),
@@ -129,6 +134,7 @@ def test_studies_and_their_models_are_listed():
     lines = listing("far_context").splitlines()
     assert "local_selected_tile_32" in lines[1]
     assert lines[2] == "variants: 2048, 4096, 8192"
+    assert listing("lra_kl_votes").splitlines()[2].startswith("without --only: gmm_rks, gmm_prf, gen")
 
 
 @pytest.mark.parametrize("length", ["2048", "8192"])
@@ -194,6 +200,20 @@ def test_all_encoders_are_in_the_papers_studies():
         assert {"as configured", *encoders} <= set(read_study(name).models)
 
 
+def test_models_that_a_study_measures_by_default_are_those_with_noise():
+    study = read_study("lra_kl_votes")
+    runs = planned_runs(study, parse(["lra_kl_votes", "--seeds", "0"]))
+    assert [run.name for run in runs] == study.study.only
+    redrawn = [
+        name
+        for name in study.models
+        if all(layer.redraws for layer in make_run(study, name, "text", 0).config.model.attentions)
+    ]
+    assert set(study.study.only) <= set(redrawn)
+    runs = planned_runs(study, parse(["lra_kl_votes", "--seeds", "0", "--only", "skyformer"]))
+    assert [run.name for run in runs] == ["skyformer"]
+
+
 def test_a_paper_has_its_numbers_of_samples():
     study = read_study("lra_kl")
     assert make_run(study, "gmm_rks", "text", 2).config.model.attention.feature_map.samples == 128
@@ -206,6 +226,16 @@ def test_a_paper_has_its_numbers_of_samples():
         for task in study.study.variants:
             assert make_run(study, "performer", task, 0).config.model.attention.feature_map.samples == 128
             assert make_run(study, "flurka_rnn", task, 0).config.model.attention.compression.rank == 128
+
+
+def test_shorter_texts_are_the_same_models_on_the_same_data():
+    study = read_study("lra_kl")
+    whole, *cut = (
+        make_run(study, "gmm_rks", variant, 0).config
+        for variant in ("text", "text-1000", "text-2000", "text-3000")
+    )
+    assert [config.training.seq_len for config in cut] == [1000, 2000, 3000]
+    assert all((config.model, config.data) == (whole.model, whole.data) for config in cut)
 
 
 def test_mixture_keys_of_half_the_heads_have_the_width_of_the_baselines():
@@ -486,6 +516,28 @@ def test_rows_over_seeds_are_one_with_their_number(tmp_path):
     assert row == f"{means} 0.250 ± 0.000 | 1.50 ± 0.00 |"
 
 
+def vote_results(variant, *votes):
+    for number, (deviation, gain) in enumerate(votes):
+        vote = {"deviation": deviation, "gain": gain, "inconsistency": 1.0}
+        run = SimpleNamespace(variant=variant, seed=number)
+        yield SimpleNamespace(run=run, evaluations={"vote": {"vote": vote}})
+
+
+def test_correlations_are_over_the_runs_of_each_variant_that_have_both_numbers():
+    study = read_study("lra_kl_votes")
+    text = [*vote_results("text", (1.0, 1.0), (2.0, 3.0), (3.0, 2.0), (9.0, None))]
+    retrieval = [*vote_results("retrieval", (1.0, 4.0), (2.0, 2.0))]
+    lines = correlation_lines(study, [*text, *retrieval])
+    # Deviations from the means -1, 0, 1 and -1, 1, 0: a product of 1, squares of 2 and 2.
+    assert lines[:2] == [
+        "* R² of *deviation* and *gain* over 3 runs of text: 0.25",
+        "* R² of *deviation* and *gain* over 2 runs of retrieval: none, which takes 3 runs",
+    ]
+    assert lines[2] == (
+        "* R² of *inconsistency* and *gain* over 3 runs of text: none, because one of them is the same everywhere"
+    )
+
+
 class Curve:
     """A result with one curve."""
 
@@ -505,6 +557,67 @@ def test_learning_curves_are_written_as_csv_and_drawn(tmp_path):
     lines = (tmp_path / "page.csv").read_text().splitlines()
     assert lines[:3] == ["variant,model,seed,step,value", "0.1,gmm_rks,0,0,0.1", "0.1,gmm_rks,0,100,0.55"]
     assert (tmp_path / "page.png").stat().st_size > 1000
+
+
+def scatter_result(variant, name, seed, accuracy, seconds):
+    def curve(tag):
+        return {1: 9.0, 2: seconds} if tag == "throughput/step_time" else {1: seconds * 2}
+
+    run, test = SimpleNamespace(variant=variant, seed=seed), {"accuracy": accuracy}
+    return SimpleNamespace(run=run, name=name, nproc=2, curve=curve, evaluations={"test": test})
+
+
+def test_columns_are_drawn_against_each_other_as_means_over_seeds_and_variants(tmp_path, capsys):
+    study = read_study("lra_kl")
+    results = [
+        scatter_result("text", "softmax", 0, 0.5, 1.0),
+        scatter_result("text", "softmax", 1, 0.7, 3.0),
+        scatter_result("text", "linear", 0, 0.4, 1.0),
+        scatter_result("image", "softmax", 0, 0.2, 4.0),
+        scatter_result("image", "linear", 0, None, 1.0),
+    ]
+    # The largest peak is that of the first value of the curve, of two processes.
+    assert scatter_points(study, results) == {
+        "text": {"softmax": pytest.approx((0.6, 8.0, 2.0)), "linear": pytest.approx((0.4, 4.0, 1.0))},
+        "image": {"softmax": pytest.approx((0.2, 16.0, 4.0))},
+        "mean of 2": {"softmax": pytest.approx((0.4, 12.0, 3.0))},
+    }
+    assert capsys.readouterr().err == "linear image is left out of the plot: it lacks a number\n"
+    write_scatter(study, results, tmp_path / "page.md")
+    assert (tmp_path / "page_scatter.png").stat().st_size > 1000
+
+
+def test_points_without_an_area_are_drawn_or_left_out_with_a_line(tmp_path, capsys):
+    study = read_study("lra_kl")
+    results = [scatter_result("text", "softmax", 0, 0.5, 0.0), scatter_result("text", "linear", 0, 0.5, 1.0)]
+    assert list(scatter_points(study, results)["text"]) == ["linear"]
+    assert capsys.readouterr().err == "softmax text is left out of the plot: 1 / 0 is no area\n"
+    by_time = study.study.model_copy(update={"scatter": Scatter(x="accuracy", y="accuracy", size="s/step")})
+    study = LoadedStudy(study.name, study.file, by_time, study.columns)
+    write_scatter(study, results[:1], tmp_path / "page.md")
+    assert (tmp_path / "page_scatter.png").exists()
+
+
+def test_flops_are_counted_until_a_loss_is_that_of_the_baseline_at_its_end():
+    study = read_study("short_flops")
+
+    def result(name, losses, flops):
+        run = make_run(study, name, "", 0)
+        key = (name, "", 0)
+        return SimpleNamespace(
+            key=key, run=run, config=run.config, costs=(0, 0, flops), curve=lambda tag: losses
+        )
+
+    column = study.columns["TFLOPs"]
+    softmax = result("softmax", {0: 5.0, 10: 2.0, 20: 2.5}, 1e6)
+    flurka = result("flurka", {0: 5.0, 10: 2.6, 20: 2.4, 30: 2.0}, 5e5)
+    linear = result("linear", {0: 5.0, 10: 2.6}, 5e5)
+    results = [softmax, flurka, linear]
+    # Of 2,048 tokens a step; softmax has reached its last loss before.
+    assert column.value(softmax, results) == 10 * 2048 * 1e6 / 1e12
+    assert column.value(flurka, results) == 20 * 2048 * 5e5 / 1e12
+    assert column.value(linear, results) == "never"
+    assert column.value(flurka, [flurka, linear]) is None
 
 
 def test_buckets_without_a_match_are_an_empty_cell():

@@ -10,7 +10,8 @@ from megakernel.attention.noise import Noise
 from megakernel.config import PRESETS, Attention, expand_preset
 from megakernel.evaluation.classification import predict_examples
 from megakernel.evaluation.perplexity import loss_by_position
-from megakernel.evaluation.voting import mean_over_draws
+from megakernel.evaluation.result import Evaluation
+from megakernel.evaluation.voting import mean_over_draws, vote_scores
 
 
 def outputs(name: str, draws: int):
@@ -103,6 +104,50 @@ def test_the_vote_of_a_classifier_is_the_mean_probability_of_each_class(draws, p
     assert len(found.labels) == 2
     assert found.loss == pytest.approx(-math.log(probability))
     assert found.accuracy == (probability >= 0.5)
+
+
+def test_a_classifier_with_draws_has_the_scores_of_single_draws_and_of_their_majority():
+    def vote(label: int) -> dict[str, float | None]:
+        batches = Batches(torch.full((3,), label))
+        return predict_examples(Guess().eval(), batches, torch.device("cpu"), lambda *_: None, 3).vote
+
+    # Probabilities of class 0 are 0.5, 0.1 and 0.3, so one draw of three predicts it.
+    logits = torch.tensor([0.5, 0.1, 0.3]).logit()
+    deviation = (logits.std(correction=0) / logits.mean().abs()).item()
+    shared = {"inconsistency": pytest.approx(100 / 3), "deviation": pytest.approx(deviation, rel=1e-5)}
+    assert vote(1) == {"accuracy": 2 / 3, "voting_accuracy": 1.0, "gain": 1.5, **shared}
+    assert vote(0) == {"accuracy": 1 / 3, "voting_accuracy": 0.0, "gain": 0.0, **shared}
+
+
+def test_without_draws_there_is_no_vote():
+    batches = Batches(torch.zeros(3, dtype=torch.int64))
+    assert predict_examples(Guess().eval(), batches, torch.device("cpu"), lambda *_: None).vote is None
+
+
+def test_a_vote_of_draws_that_are_never_right_has_no_gain():
+    scores = vote_scores(
+        torch.tensor([0]), torch.tensor([[1], [1]]), torch.tensor([[0.1], [0.2]]).double().log()
+    )
+    assert scores["gain"] is None
+    vote = Evaluation("runs/x", 1, 1, 32, 1, 1.0, None, 0.0, [], draws=2, scores={"f1": 0.0}, vote=scores)
+    assert "vote/gain" not in vote.scalars()
+    assert vote.table().below[-2] == "single draws: accuracy 0.0%; their vote: 0.0%"
+
+
+def test_the_table_has_the_vote_below():
+    scores = {
+        "accuracy": 0.5,
+        "voting_accuracy": 0.75,
+        "gain": 1.5,
+        "inconsistency": 12.345,
+        "deviation": 0.25,
+    }
+    found = Evaluation("runs/x", 1, 1, 32, 4, 1.0, None, 0.5, [], draws=2, scores={"f1": 0.5}, vote=scores)
+    assert found.table().below[-2:] == (
+        "single draws: accuracy 50.0%; their vote: 75.0%, gain 1.500",
+        "inconsistency 12.35 %, deviation 0.2500",
+    )
+    assert found.scalars()["vote/gain"] == found.as_dict()["vote"]["gain"] == 1.5
 
 
 @pytest.mark.parametrize("preset", PRESETS)

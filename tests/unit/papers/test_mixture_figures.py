@@ -1,13 +1,16 @@
 """Mixtures of keys: coefficients, likelihoods compared with an explicit density, and ratios of costs."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from data_pipeline.batch import Batch
 from megakernel.analysis.plots.subject import Subject, captured_attention, first_sequence
+from megakernel.attention import AttentionInputs
 from megakernel.papers.flurka import claims
-from megakernel.papers.mixture_keys import costs, mixtures
+from megakernel.papers.mixture_keys import costs, key_maps, mixtures
 from tests.unit.analysis.plots.small_models import LENGTH, SIZES, layer_inputs, small_model
 from tests.unit.config import trees
 
@@ -20,6 +23,55 @@ def test_mixing_coefficients_are_the_priors_of_the_layer():
     found = {(row["layer"], row["head"], row["key"]): row["pi"] for row in rows}
     assert [found[1, head, key] for head in (0, 1) for key in (0, 1)] == [0.25, 0.75, 0.5, 0.125]
     assert len(rows) == 2 * 2 * 2
+
+
+@pytest.mark.parametrize(("config", "keys"), [("softmax", 1), ("mgk", 2), ("smgk", 1)])
+def test_key_weights_times_a_layers_input_are_its_keys(config, keys):
+    """The rows of figure 13 and the captured keys agree; a shifted mixture has one projection."""
+    model = small_model(config, position="none")
+    layer = model.layers[2].self_attention
+    hidden = torch.randn(LENGTH, 1, SIZES["hidden_size"], generator=torch.Generator().manual_seed(4))
+    _, found, _ = layer._by_heads(layer._project(hidden, AttentionInputs()))
+    found = found[0] if keys == 2 else found[0, :, None]
+    rows = key_maps.measure_key_weights(Subject(None, model, [], torch.device("cpu"), LENGTH))
+    names = (
+        ["head 0", "head 1"]
+        if keys == 1
+        else [f"head {head}, key {key}" for head in (0, 1) for key in (0, 1)]
+    )
+    for number, name in enumerate(names):
+        weights = [row["weight"] for row in rows if (row["layer"], row["matrix"]) == (1, name)]
+        matrix = torch.tensor(weights).view(SIZES["hidden_size"], 8)
+        torch.testing.assert_close(hidden[:, 0] @ matrix, found.flatten(0, 1)[number], rtol=1e-4, atol=1e-5)
+    assert {row["matrix"] for row in rows} == set(names)
+
+
+def test_low_rank_updates_are_part_of_the_weights_of_keys():
+    attention = small_model("mgk").layers[1].self_attention
+    before = key_maps.key_weights(attention)
+    draw = torch.Generator().manual_seed(5)
+    up, down = torch.randn(32, 3, generator=draw), torch.randn(3, 32, generator=draw)
+    attention.key_update = SimpleNamespace(scale=2.0, up=up, down=down)
+    change = (key_maps.key_weights(attention) - before).view(32, 32)
+    torch.testing.assert_close(change, 2 * up @ down, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("config", ["softmax", "mgk", "smgk"])
+def test_keys_are_those_of_the_first_tokens_before_rotation(config):
+    model = small_model(config)
+    captured = captured_attention(model, first_sequence(layer_inputs(), LENGTH))[1]
+    tokens, positions = layer_inputs()[:2]
+    subject = Subject(
+        None, model, [Batch(tokens, tokens, tokens > -1, positions)], torch.device("cpu"), LENGTH
+    )
+    rows = [row for row in key_maps.measure_keys(subject) if row["layer"] == 1]
+    expected = captured.inputs.k[0]
+    if config == "smgk":
+        shifts = captured.core.mixture.shift.detach()
+        expected = expected[:, None] + shifts[:, :, None]
+    names = {"softmax": "head 1", "mgk": "head 1, key 1", "smgk": "head 1, key 1"}
+    values = torch.tensor([row["value"] for row in rows if row["matrix"] == names[config]]).view(LENGTH, 8)
+    torch.testing.assert_close(values, expected[1] if config == "softmax" else expected[1, 1])
 
 
 def normal(x, mean, variance):

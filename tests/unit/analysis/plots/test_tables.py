@@ -49,12 +49,13 @@ def test_distributions_count_every_row():
 
 def config(attention, **model):
     sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "attention": attention, **model}
-    tree = {"run": {"name": "x"}, "model": sizes, "data": {"train": "data/x"}}
+    data = {"train": "data/x", "isolate_documents": "kind" not in model}
+    tree = {"run": {"name": "x"}, "model": sizes, "data": data}
     tree["training"] = {"steps": 1, "seq_len": 64, "global_batch_size": 1, "dtype": "float32"}
     return Config.model_validate(tree)
 
 
-FOR_EVERY_MODEL = {"attention", "singular_values", "ranks", "span", "instability"}
+FOR_EVERY_MODEL = {"attention", "singular_values", "ranks", "span", "instability", "key_weights", "keys"}
 
 
 @pytest.mark.parametrize(
@@ -84,6 +85,17 @@ FOR_EVERY_MODEL = {"attention", "singular_values", "ranks", "span", "instability
 def test_all_selects_the_analyses_that_apply_to_the_mechanism(attention, more):
     names = {analysis.name for analysis in select_analyses(["all"], config(attention), "runs/x")}
     assert names == FOR_EVERY_MODEL | more
+
+
+@pytest.mark.parametrize(
+    ("attention", "names"),
+    [("linformer", {"key_weights"}), ("reformer", set()), ("bigbird", {"key_weights", "keys"})],
+)
+def test_keys_are_drawn_where_tokens_have_keys_of_their_own(attention, names):
+    """Linformer's keys are of landmarks, and Reformer's are its queries."""
+    encoder = config(attention, kind="masked_lm")
+    found = {analysis.name for analysis in select_analyses(["all"], encoder, "runs/x")}
+    assert found & {"key_weights", "keys"} == names
 
 
 def test_an_analysis_applies_if_one_layer_of_a_pattern_has_the_mechanism():
