@@ -32,6 +32,7 @@ EXTRAS: Mapping[str, Extra] = {
             "pynvml": "nvidia-ml-py",
         },
     ),
+    "fp8": Extra("training.fp8", {"torchao": "torchao"}),
     "train": Extra("text of the hub, Parquet, Arrow, zstd", {"datasets": "datasets", "pyarrow": "pyarrow"}),
     "hf": Extra(
         "tokenizers other than byte and pixels; export and import",

@@ -48,6 +48,7 @@ _CHANGEABLE = (
     "training.activation_checkpointing",
     # Sums in another order, as another layout has them: losses agree to 1e-5 in float32.
     "training.compile",
+    "training.fp8",
     "training.checkpoint_offload",
     "training.mlp_chunk_size",
     "training.loss_chunk_size",

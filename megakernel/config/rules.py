@@ -344,6 +344,10 @@ def _z_loss_has_logits(
         yield Problem("training.z_loss", training.z_loss, reason, "remove it")
 
 
+FLOAT8_UNIT = 16
+"""Sides of the matrices of float8 products are multiples of it."""
+
+
 def _layers_can_be_compiled(training: Training, parallel: Parallel, model: Model) -> Iterator[Problem]:
     if training.compile == "none":
         return
@@ -353,6 +357,30 @@ def _layers_can_be_compiled(training: Training, parallel: Parallel, model: Model
     if model.dropout.any:
         reason = "has other masks in compiled layers, and the same run would depend on training.compile"
         yield Problem("model.dropout", "{...}", reason, "remove it, or set training.compile: none")
+
+
+def _layers_can_have_float8_products(
+    training: Training, parallel: Parallel, model: Model
+) -> Iterator[Problem]:
+    if training.fp8 == "none":
+        return
+    key, fp8 = "training.fp8", training.fp8
+    if training.dtype != "bfloat16":
+        reason = f"takes the place of products in bfloat16, and training.dtype is {training.dtype}"
+        yield Problem(key, fp8, reason, "set training.dtype to bfloat16, or fp8 to none")
+    if parallel.zero_stage == 3:
+        reason = "gathers weights by hooks of matrices, which float8 products leave out"
+        yield Problem("parallel.zero_stage", 3, reason, "set at most 2, or training.fp8: none")
+    sizes = {
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_size // parallel.tensor,
+        "head_dim": model.num_heads * model.head_size // parallel.tensor,
+    }
+    for name, size in sizes.items():
+        if size % FLOAT8_UNIT:
+            of = "" if name == "hidden_size" else " on a tensor rank"
+            reason = f"multiplies matrices whose sides are multiples of {FLOAT8_UNIT}, and one has {size}{of}"
+            yield Problem(key, fp8, reason, f"set none, or another model.{name}")
 
 
 def _transfer_has_no_dropout(objective: Objective, model: Model) -> Iterator[Problem]:

@@ -273,6 +273,10 @@ class Training(Section):
     """torch.compile of nothing, or of each transformer layer's body (`layer`), in training and its evaluations; the
     first step of every sequence length then takes minutes. docs/optimization.md, "Compiled layers"."""
 
+    fp8: Literal["none", "tensorwise", "rowwise"] = "none"
+    """Multiply the layers' matrices as float8 numbers, scaled by tensor or by row, in training steps; the rest stays
+    bfloat16. For wide layers on GPUs from Ada and Hopper on. docs/optimization.md, "Float8"."""
+
     checkpoint_offload: bool = False
     """Keep the inputs of recomputed layers in host memory; needs activation_checkpointing: full."""
 

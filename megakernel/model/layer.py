@@ -200,6 +200,12 @@ def norms(settings: ModelSettings) -> tuple[Callable[[], nn.Module], Callable[[]
     return nn.Identity if placement == "after" else norm, nn.Identity if placement == "before" else norm
 
 
+def layer_matrices(model: nn.Module) -> list[Any]:
+    """`TransformerLayer.matrices` of all layers that this rank holds."""
+    layers = [layer for layer in model.modules() if isinstance(layer, TransformerLayer)]
+    return [linear for layer in layers for linear in layer.matrices]
+
+
 def attention_cores(model: nn.Module) -> dict[int, AttentionLayer]:
     """Layer index over all pipeline stages -> mechanism, of the layers that this rank holds."""
     layers = [layer for layer in model.modules() if isinstance(layer, TransformerLayer)]

@@ -16,6 +16,7 @@ from megakernel.config import Lora
 from megakernel.parallel import OneProcess, replicated
 from megakernel.parallel.partition import Partition
 
+from .float8 import ATTRIBUTE as FLOAT8
 from .settings import ModelSettings
 
 
@@ -132,23 +133,28 @@ def _row_output(x: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tens
 
 def apply_linear(linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """x (..., inputs) -> (..., outputs), and the bias that Megatron-core's layers leave to the caller, or None."""
-    if not isinstance(linear, (WholeLinear, KeyHeadLinear)) and torch.compiler.is_compiling():
-        return _traced(linear, x)
+    is_megatrons = not isinstance(linear, (WholeLinear, KeyHeadLinear))
+    float8 = getattr(linear, FLOAT8, None) if linear.training else None
+    if is_megatrons and (float8 is not None or torch.compiler.is_compiling()):
+        return _from_weights(linear, x, float8 or F.linear)
     output = linear(x)
     return output if isinstance(output, tuple) else (output, None)
 
 
-def _traced(linear: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What Megatron-core's layer computes, from its weights and collectives, but without what a compiler cannot trace.
+def _from_weights(
+    linear: Any, x: Tensor, product: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Tensor, Tensor | None]:
+    """What Megatron-core's layer computes, from its weights and collectives. product: of x and the matrix's transpose.
 
-    That is a warning in every call of a row-parallel layer, and handles of collectives that run beside the products.
+    Without what a compiler cannot trace: a warning in every call of a row-parallel layer, and handles of collectives
+    that run beside the products.
     """
     from megatron.core import tensor_parallel
 
     is_row, group = isinstance(linear, tensor_parallel.RowParallelLinear), linear.tp_group
     if group.size() > 1 and not is_row:
         x = _column_input(x, group, linear.sequence_parallel)
-    output = F.linear(x, linear.weight)
+    output = product(x, linear.weight)
     if group.size() > 1 and is_row:
         output = _row_output(output, group, linear.sequence_parallel)
     if linear.bias is None or linear.skip_bias_add:

@@ -33,6 +33,8 @@ from megakernel.checkpoint.whole_tensors import STEP, WholeTensors, partitions
 from megakernel.config import Config, Phase
 from megakernel.model import LocalModel, ModelSettings, build_model, set_rotary
 from megakernel.model.compiled import check_compiler
+from megakernel.model.float8 import check_float8, use_float8
+from megakernel.model.layer import layer_matrices
 from megakernel.model.layer_inputs import LayerInputs, to_layer_inputs
 from megakernel.model.settings import DTYPES
 from megakernel.model.start import LayerStart
@@ -133,6 +135,8 @@ class Engine:
         settings = replace(settings, start=start, compile=config.training.compile == "layer")
         if settings.compile:
             Ranks.of(mesh).each(lambda: check_compiler(mesh.device))
+        if config.training.fp8 != "none":
+            Ranks.of(mesh).each(lambda: check_float8(config.training.fp8, mesh.device))
         model = Ranks.of(mesh).each(lambda: self._build_model(settings, make_model))
         optimizer = build_optimizer(model, config, mesh)
         self.partitions = partitions(model)
@@ -155,6 +159,8 @@ class Engine:
     def _build_model(self, settings: ModelSettings, make_model: MakeModel) -> LocalModel:
         model = make_model(settings, lambda: self.loss_scale)
         freeze(model, self.config.optimizer.trained, partial(is_trained, self.config))
+        if (scaling := self.config.training.fp8) != "none":
+            use_float8(layer_matrices(model), scaling)
         if (dropout := self.config.training.near_dropout) is not None:
             add_near_dropout(model, dropout, self.config.run.seed)
         return model

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megakernel.checkpoint.whole_tensors import MOMENTS, MUON, STEP
-from megakernel.model.layer import TransformerLayer
+from megakernel.model.layer import layer_matrices
 from megakernel.model.linear import stacked_rows
 from megakernel.parallel import Mesh
 from megakernel.parallel.partition import Partition
@@ -30,12 +30,7 @@ _RMS = 0.2
 
 def whole_matrices(model: nn.Module) -> list[nn.Parameter]:
     """The weights that Muon trains: projections of attention and MLP in the blocks; sharded over tensor ranks."""
-    return [
-        linear.weight
-        for layer in model.modules()
-        if isinstance(layer, TransformerLayer)
-        for linear in layer.matrices
-    ]
+    return [linear.weight for linear in layer_matrices(model)]
 
 
 def orthogonalized(matrix: Tensor, dtype: torch.dtype) -> Tensor:
