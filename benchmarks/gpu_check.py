@@ -189,8 +189,11 @@ def dry_checks(results: Path) -> list[Check]:
     return sorted(checks, key=lambda check: "compiled" in check.title)  # it takes a minute
 
 
-def _pretrain(size: str, mechanism: str, seq_len: int) -> Check:
-    """A few steps of a shipped configuration on one GPU, on the standard library's source, two of them profiled."""
+def _pretrain(size: str, mechanism: str, seq_len: int, fp8: str | None = None) -> Check:
+    """A few steps of a shipped configuration on one GPU, on the standard library's source, two of them profiled.
+
+    fp8: training.fp8 of compiled layers; None: layers are not compiled.
+    """
     keys = {
         "run.root": RUNS,
         "run.name": f"{size}-{file_name(mechanism)}-{seq_len}",
@@ -207,9 +210,12 @@ def _pretrain(size: str, mechanism: str, seq_len: int) -> Check:
         "training.profile": "{start: 10, steps: 2}",
         "schedule.warmup_steps": 2,
     }
+    if fp8 is not None:
+        keys |= {"training.compile": "layer", "training.fp8": fp8}
     overrides = (f"{key}={value}" for key, value in keys.items())
     command = (*CLI, "pretrain", f"configs/pretrain-{size}.yaml", "--nproc", "1")
-    return Check(f"{size}, {mechanism}, sequences of {seq_len:,}", (*command, *overrides))
+    how = "" if fp8 is None else f", compiled, training.fp8={fp8}"
+    return Check(f"{size}, {mechanism}, sequences of {seq_len:,}{how}", (*command, *overrides))
 
 
 CALL = (PYTHON, "-m", "benchmarks.gpu_check", "call")
@@ -266,6 +272,7 @@ PARTS = {
         _pretrain("350m", "softmax", 32_768),
         _pretrain("1b", "flurka+convolution", 8192),
         _pretrain("1b", "softmax", 8192),
+        *(_pretrain("1b", "flurka+convolution", 8192, fp8) for fp8 in ("none", "tensorwise", "rowwise")),
     ),
 }
 """Part -> its programs, the most informative first."""

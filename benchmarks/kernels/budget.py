@@ -235,6 +235,10 @@ def check_countable(config: Config) -> None:
             f"training.dtype={training.dtype}, parallel.zero_stage={config.parallel.zero_stage} and optimizer.name="
             f"{config.optimizer.name} have another optimizer's bytes; the budget counts bfloat16, ZeRO 1 and adamw"
         )
+    if training.fp8 != "none":
+        raise UserError(
+            f"training.fp8={training.fp8} has products of other speeds, and casts; the budget counts those of bfloat16"
+        )
     if config.model.encoder is not None:
         raise UserError(
             "model.kind=encoder_decoder has layers that read two sequences, and the budget counts those of one; take "
