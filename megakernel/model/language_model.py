@@ -153,8 +153,10 @@ class LanguageModel(Layers, nn.Module):
 
     def forward(self, *inputs: Tensor) -> Any:
         """Token ids (B, N), positions, labels, num_targets -> the head's output, in training the loss."""
-        inputs = self.body(inputs)
-        return self.layers[-1](inputs) if self.has_head else inputs
+        outputs: Any = inputs
+        for layer in self.layers:
+            outputs = layer(outputs)
+        return outputs
 
     def losses(self, *inputs: Tensor) -> Tensor:
         """Cross entropy per token in nats, float32 (B, N); 0 where the label is IGNORED."""
