@@ -31,7 +31,7 @@ _STAGED = "stage.json"
 COMPLETE = "complete"
 """File of a node's folder that is written last, with the archives that were unpacked."""
 
-_LOCAL = ("/usr", "/bin", "/lib")
+_LOCAL = ("/usr", "/bin", "/lib", "/lib64")
 """Folders that each node has on its own disk."""
 
 _ARCHIVES = ".stage"
@@ -40,7 +40,7 @@ _ARCHIVES = ".stage"
 
 def is_local(prefix: str) -> bool:
     """Whether Python is installed in the system, which every node has on its own disk."""
-    return prefix.startswith(_LOCAL)
+    return any(Path(prefix).is_relative_to(folder) for folder in _LOCAL)
 
 
 def job_folder(folder: str, job: str) -> Path:

@@ -124,3 +124,17 @@ def test_a_variable_of_the_node_is_expanded_there(monkeypatch: pytest.MonkeyPatc
     assert staging.job_folder("$LOCAL_DISK/me", "5") == Path("/scratch/n1/me/megakernel-5")
     with pytest.raises(UserError, match="has a variable that this node does not set"):
         staging.job_folder("$LOCAL_DISKS/me", "5")
+
+
+@pytest.mark.parametrize(
+    ("prefix", "expected"),
+    [
+        ("/usr", True),
+        ("/usr/local", True),
+        ("/library/python", False),
+        ("/usrdata/venv", False),
+        ("/home/x", False),
+    ],
+)
+def test_only_the_systems_own_folders_are_on_every_nodes_disk(prefix, expected):
+    assert staging.is_local(prefix) == expected
