@@ -30,6 +30,10 @@ class KeyMixture(FullPrecision):
             shape = (mixture.keys, settings.head_dim)
             draws = [torch.randn(shape, generator=stream, device="cpu") for stream in streams]
             self.shift = nn.Parameter(torch.stack(draws).to(device))
+        self.log_sigma2 = None
+        """(H_kv, M): logarithms of learned variances in units of sqrt(d)."""
+        if mixture.sigma2 == "learned":
+            self.log_sigma2 = nn.Parameter(torch.zeros(len(kv_heads), mixture.keys))
         self.soft = mixture.estep == "soft"
         self.m_step = mixture.m_step
         if self.soft:
@@ -51,6 +55,12 @@ class KeyMixture(FullPrecision):
     def shifts(self) -> Tensor:
         """b (H_kv, M, d) of shifted keys."""
         return self.heads.of_key_head(self.shift)
+
+    def precisions(self) -> Tensor | None:
+        """1 / sigma^2 (H_kv, M) in units of 1 / sqrt(d), float32 or better; None: variances are not learned."""
+        if self.log_sigma2 is None:
+            return None
+        return self.heads.of_key_head(self.log_sigma2).to(accum_dtype(self.log_sigma2.dtype)).neg().exp()
 
     def priors(self) -> Tensor:
         """pi (H_kv, M) in [0, 1], float32 or better."""

@@ -111,14 +111,15 @@ class Mixture(Section):
     m_step: bool = False
     """After every step, set pi to the mean responsibility of each key instead of learning it by gradients."""
 
-    sigma2: list[Annotated[float, Field(gt=0)]] | None = None
-    """Variance of each key in units of sqrt(head_dim), for similarity `gaussian`; None: 1 for every key."""
+    sigma2: list[Annotated[float, Field(gt=0)]] | Literal["learned"] | None = None
+    """Variance of each key in units of sqrt(head_dim), for similarity `gaussian`; `learned`: one for each head and key,
+    initially 1; None: 1 for every key."""
 
     def problems(self) -> Iterator[Problem]:
         """Priors and variances without effect."""
         if self.m_step and self.estep == "hard":
             yield self.problem("m_step", "has no effect on estep: hard, which has no priors", "remove one")
-        if self.sigma2 is not None and len(self.sigma2) != self.keys:
+        if isinstance(self.sigma2, list) and len(self.sigma2) != self.keys:
             reason = f"has {len(self.sigma2)} values for keys={self.keys}"
             yield self.problem("sigma2", reason, "write one value per key")
 
@@ -410,6 +411,11 @@ class Algebra(Section):
     def keys_per_head(self) -> int:
         """Keys per key head that the layer's key projection outputs."""
         return self.mixture.keys if self.mixture is not None and self.mixture.kind == "projected" else 1
+
+    @property
+    def learns_variances(self) -> bool:
+        """Whether the variances of mixture keys are learned."""
+        return self.mixture is not None and self.mixture.sigma2 == "learned"
 
     @property
     def keys_at_position(self) -> int:

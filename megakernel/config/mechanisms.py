@@ -450,7 +450,8 @@ def _every_pair(attention: Algebra) -> Mechanism:
         return {"near": shape.heads * seen * 2 * (keys + 1) * shape.head_dim}
 
     def state_sizes(shape: LayerShape) -> tuple[int, int]:
-        per_token = (keys + 1) * shape.kv_heads * shape.head_dim
+        # Keys whose variance is learned have two more numbers each.
+        per_token = ((keys + 1) * shape.head_dim + 2 * keys * attention.learns_variances) * shape.kv_heads
         return (0, per_token) if window is None else (per_token * (window - 1), 0)
 
     return Mechanism(

@@ -57,13 +57,18 @@ def negative_log_likelihood(captured: CapturedAttention) -> Tensor:
     priors = q.new_ones(1, count) if priors is None else priors
     shares = (priors / priors.sum(-1, keepdim=True)).to(q.dtype)
     shares = shares.repeat_interleave(len(keys) // len(priors), 0)
-    scales = torch.tensor(getattr(core, "variances", None) or [1.0] * count, dtype=q.dtype, device=q.device)
+    mixture = getattr(core, "mixture", None)
+    precisions = None if mixture is None else mixture.precisions()
+    if precisions is None:
+        scales = q.new_tensor(getattr(core, "variances", None) or [1.0] * count).expand(len(keys), count)
+    else:
+        scales = (1 / precisions).to(q).repeat_interleave(len(keys) // len(precisions), 0)
     variances = scales * width**0.5
     every = torch.arange(inputs.length, device=q.device)
     seen = SampledQueries.of(inputs, every, core.causal).visible[0]
     return torch.stack(
         [
-            density(q[0, head], keys[head], shares[head].log(), variances, seen).neg().mean() / width
+            density(q[0, head], keys[head], shares[head].log(), variances[head], seen).neg().mean() / width
             for head in range(len(keys))
         ]
     )

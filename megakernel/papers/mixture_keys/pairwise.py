@@ -15,6 +15,7 @@ from megakernel.config.attention import Attention
 from megakernel.ops.documents import Positions
 from megakernel.ops.tensors import accum_dtype
 from megakernel.ops.weighted_attention import responsibilities, weighted_attention
+from megakernel.ops.weighted_attention.weights import Similarity
 
 
 class PairwiseAttention(AttentionLayer):
@@ -27,7 +28,8 @@ class PairwiseAttention(AttentionLayer):
         super().__init__(config, settings)
         assert config.similarity != "kernel"
         self.similarity, self.normalize = config.similarity, config.normalize
-        self.variances = None if config.mixture is None else config.mixture.sigma2
+        fixed = None if config.mixture is None else config.mixture.sigma2
+        self.variances = fixed if isinstance(fixed, list) else None
         self.mixture = build_mixture(config.mixture, settings)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:
@@ -39,6 +41,10 @@ class PairwiseAttention(AttentionLayer):
         ulysses = Ulysses(inputs.cp_shard, q.shape[1], k.shape[1])
         positions = ulysses.whole_positions(inputs.resolved_positions, q.shape[2])
         q, (k, v) = ulysses.exchange_queries(q), ulysses.exchange_keys(k, v)
+        similarity = self.similarity
+        if self.mixture is not None and (precisions := self.mixture.precisions()) is not None:
+            q, k = as_products(q, k, ulysses.select_key_heads(precisions))
+            similarity = "softmax"
         weights = None if priors is None else ulysses.select_key_heads(priors)[..., None]
         if inputs.padding_mask is not None:
             real = inputs.padding_mask[:, None, None].to(accum_dtype(q.dtype))
@@ -47,7 +53,7 @@ class PairwiseAttention(AttentionLayer):
             q,
             k,
             v,
-            similarity=self.similarity,
+            similarity=similarity,
             variances=self.variances,
             join="sum" if self.mixture is None or self.mixture.soft else "max",
             key_weights=weights,
@@ -57,7 +63,7 @@ class PairwiseAttention(AttentionLayer):
             initial_state=inputs.state,
         )
         if self.mixture is not None and self.mixture.m_step and self.training:
-            self._count(q, k, weights, inputs.padding_mask, positions, ulysses)
+            self._count(q, k, similarity, weights, inputs.padding_mask, positions, ulysses)
         return ulysses.restore(out.to(dtype)), state
 
     def finish_step(self, all_reduce: Callable[[Tensor], Tensor]) -> None:
@@ -69,6 +75,7 @@ class PairwiseAttention(AttentionLayer):
         self,
         q: Tensor,
         k: Tensor,
+        similarity: Similarity,
         key_weights: Tensor | None,
         query_mask: Tensor | None,
         positions: Positions,
@@ -78,7 +85,7 @@ class PairwiseAttention(AttentionLayer):
         shares = responsibilities(
             q,
             k,
-            similarity=self.similarity,
+            similarity=similarity,
             variances=self.variances,
             key_weights=key_weights,
             query_mask=query_mask,
@@ -91,3 +98,16 @@ class PairwiseAttention(AttentionLayer):
         # Ulysses heads may be a part or repetitions of the key heads: row i of `one_hot` is the key head of head i.
         one_hot = ulysses.select_key_heads(torch.eye(len(counted), dtype=sums.dtype, device=sums.device))
         counted += one_hot.T @ sums
+
+
+def as_products(q: Tensor, k: Tensor, precisions: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries (B, H, N, d + 2) and keys (B, H_kv, M, N, d + 2) with q'.k' / sqrt(d + 2) = -p |q - k|^2 / (2 sqrt(d)).
+
+    So that the precisions p (H_kv, M) have gradients: the op takes variances as constants. q: (B, H, N, d), k:
+    (B, H_kv, M, N, d).
+    """
+    dtype, width = accum_dtype(k.dtype), q.shape[-1]
+    q, k, p = q.to(dtype), k.to(dtype), precisions.to(dtype)[:, :, None, None]
+    of_queries, of_keys = (x.square().sum(-1, keepdim=True) / 2 for x in (q, k))
+    q = torch.cat([q, of_queries, torch.ones_like(of_queries)], -1) * ((width + 2) / width) ** 0.5
+    return q, torch.cat([k, -torch.ones_like(of_keys), -of_keys], -1) * p

@@ -45,6 +45,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "far_decay": "gate",
     },
     "smgk_three_keys": {"preset": "smgk", "mixture": {"keys": 3, "sigma2": [1.0, 3.0, 0.5]}},
+    "mgk_learned_variances": {"preset": "mgk", "mixture": {"sigma2": "learned"}},
     "smgk_hard": {"preset": "smgk", "mixture": {"estep": "hard"}},
     "mgk_hard": {"preset": "mgk", "mixture": {"estep": "hard"}},
     "mgk_m_step": {"preset": "mgk", "mixture": {"m_step": True}},

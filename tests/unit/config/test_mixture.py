@@ -19,6 +19,8 @@ def attention(tree) -> dict:
         ({"preset": "gaussian", "near": {"block_size": 64}}, "near",
          "take similarity: softmax or kernel with it"),
         ({"preset": "mgk", "mixture": {"sigma2": [1.0]}}, "mixture.sigma2", "write one value per key"),
+        ({"preset": "mlk", "mixture": {"sigma2": "learned"}}, "mixture.sigma2",
+         "remove it or take similarity: gaussian"),
         ({"preset": "mgk", "mixture": {"estep": "hard", "m_step": True}}, "mixture.m_step", "remove one"),
         ({"preset": "mlk", "mixture": {"m_step": True}}, "mixture.m_step",
          "remove it or take similarity: gaussian"),
