@@ -29,6 +29,9 @@ _SAMPLING: dict[str, Any] = {
 }
 """Options of texts that are continued, with their defaults; None stands for what is not given."""
 
+_NEW_TOKENS = 200
+"""Most tokens of a text, and of a translation, if nothing is given."""
+
 _BEAMS = {"beams": 4, "length_penalty": 1.0}
 """Those of translations."""
 
@@ -67,9 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--max-new-tokens",
         type=Number(int, maximum=1_000_000_000),
-        default=200,
         metavar="N",
-        help="default %(default)s",
+        help=f"default {_NEW_TOKENS}, of a translation at most the positions that the model has parameters for",
     )
     add(
         "--samples",
@@ -169,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
     pieces = generate_texts(
         folder,
         [prompt["messages"] if args.chat else prompt["prompt"] for prompt in prompts],
-        max_new_tokens=args.max_new_tokens,
+        max_new_tokens=_NEW_TOKENS if args.max_new_tokens is None else args.max_new_tokens,
         sampling=Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty),
         seed=args.seed,
         samples=args.samples,

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from megakernel.model import LanguageModel
 
 
+_NEW_TOKENS = 200
+"""Most tokens of a translation, if nothing is given."""
+
 _EVALUATED = 128
 """Hypotheses in progress at once in an evaluation."""
 
@@ -114,7 +117,7 @@ def translate_texts(
     folder: Path,
     prompts: Sequence[str],
     *,
-    max_new_tokens: int,
+    max_new_tokens: int | None = None,
     beams: Beams = Beams(),
     batch_size: int = 32,
     step: int | None = None,
@@ -124,7 +127,8 @@ def translate_texts(
     Args:
         folder: a run folder.
         prompts: texts to translate.
-        max_new_tokens: maximum number of tokens of a translation.
+        max_new_tokens: maximum number of tokens of a translation; None: 200, or as many positions as the model has
+            parameters for, if they are fewer.
         beams: how translations are searched for.
         batch_size: hypotheses in progress at once.
         step: step of a run's checkpoint; None takes the newest good one.
@@ -150,7 +154,9 @@ def translate_texts(
                 f"prompt {number} has {len(sources[-1])} tokens with its end, and the model {limit} positions; "
                 "shorten it"
             )
-    if limit is not None and max_new_tokens > limit:
+    if max_new_tokens is None:
+        max_new_tokens = min(_NEW_TOKENS, limit or _NEW_TOKENS)
+    elif limit is not None and max_new_tokens > limit:
         raise UserError(
             f"max_new_tokens={max_new_tokens} exceeds the model's {limit} positions; give at most {limit}"
         )

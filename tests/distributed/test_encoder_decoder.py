@@ -157,3 +157,22 @@ def test_a_model_learns_to_turn_the_words_of_a_text_around(pairs, tmp_path, caps
     assert found["unended"] == found["cut_sources"] == 0
     assert main(["generate", str(run), "--prompt", "one two three", "--beams", "2"]) == 0
     assert capsys.readouterr().out == "three two one\n"
+
+
+def test_a_model_with_parameters_of_positions_writes_at_most_so_many_tokens(one_process, capsys):
+    config, _ = one_process("FLuRKA")
+    run = str(config.parent / "run")
+    capsys.readouterr()
+    assert main(["generate", run, "--prompt", "one two"]) == 0
+    assert len(capsys.readouterr().out.split()) <= 32
+    for options, message in (
+        (["--prompt", "one", "--max-new-tokens", "33"], "max_new_tokens=33 exceeds the model's 32 positions"),
+        (
+            ["--prompt", " ".join(["two"] * 40)],
+            "prompt 1 has 41 tokens with its end, and the model 32 positions",
+        ),
+        (["--prompt", " "], "prompt 1 is empty"),
+        (["--prompt", "one", "--top-k", "3"], "--top-k 3 has no effect"),
+    ):
+        assert main(["generate", run, *options]) == 2
+        assert message in capsys.readouterr().err

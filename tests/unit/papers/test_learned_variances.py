@@ -47,7 +47,9 @@ def test_outputs_and_gradients_are_those_of_the_formula(causal):
     expected = by_formula(*tensors, logs.exp() * D**0.5, priors, causal)
     torch.testing.assert_close(found, expected, atol=1e-10, rtol=1e-10)
     direction = torch.randn(found.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    pairs = zip(torch.autograd.grad(found, leaves, direction), torch.autograd.grad(expected, leaves, direction))
+    pairs = zip(
+        torch.autograd.grad(found, leaves, direction), torch.autograd.grad(expected, leaves, direction)
+    )
     for ours, exact in pairs:
         assert exact.abs().max() > 1e-3
         torch.testing.assert_close(ours, exact, atol=1e-9, rtol=1e-9)
