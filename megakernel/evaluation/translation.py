@@ -193,9 +193,9 @@ class TranslationScore:
             self.signature,
         ]
         if self.unended:
-            below.append(f"{self.unended:,} translations have no end within {self.seq_len:,} tokens")
+            below.append(f"without an end within {self.seq_len:,} tokens: {self.unended:,} translations")
         if self.cut_sources:
-            below.append(f"{self.cut_sources:,} sources are cut at {self.seq_len:,} tokens")
+            below.append(f"cut at {self.seq_len:,} tokens: {self.cut_sources:,} sources")
         rows = self.texts[:SHOWN]
         title = f"{self.task}: {self.run} at step {self.step}"
         if len(self.texts) > SHOWN:

@@ -8,6 +8,7 @@ import pytest
 
 from launch.cli import main
 from megakernel.evaluation import evaluate_run
+from megakernel.evaluation.translation import TranslationScore
 from tests.distributed.processes import run_ranks
 from tests.distributed.training_run import (
     assert_losses_close,
@@ -17,6 +18,7 @@ from tests.distributed.training_run import (
     scalars,
     train,
 )
+from tests.distributed.training_run import write_config as write_language_model
 from tests.tiers import tiered
 
 CONFIG = """
@@ -176,3 +178,49 @@ def test_a_model_with_parameters_of_positions_writes_at_most_so_many_tokens(one_
     ):
         assert main(["generate", run, *options]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_an_evaluation_of_translations_is_recorded_with_its_texts(one_process, capsys):
+    config, _ = one_process("FLuRKA")
+    run = config.parent / "run"
+    spec = "translation:samples=8,beams=2"
+    capsys.readouterr()
+    assert main(["evaluate", str(run), "--task", spec, "--json"]) == 0
+    [found] = json.loads(capsys.readouterr().out)
+    assert len(found["texts"]) == 8
+    assert (found["cut_sources"], found["seq_len"]) == (0, 32)
+    assert all(text["reference"].split() == text["source"].split()[::-1] for text in found["texts"])
+    [file] = (run / "evaluation").glob("step_3/translation*.json")
+    assert json.loads(file.read_text())["scalars"] == {
+        "bleu": found["bleu"],
+        "length_ratio": found["length_ratio"],
+    }
+    assert file.with_suffix(".md").read_text().count("\n| ") == 2 + 5, (
+        "a head of two lines, five translations"
+    )
+
+
+def test_the_table_of_translations_says_what_was_cut():
+    numbers = {
+        "bleu": 20.0,
+        "precisions": (50.0, 30.0, 20.0, 10.0),
+        "length_ratio": 0.8,
+        "brevity_penalty": 0.78,
+    }
+    place = {"task": "translation", "run": "runs/x", "step": 3, "signature": "tok:13a", "seq_len": 32}
+    texts = (("one", "eins", "eins"),)
+    for unended, cut, expected in (
+        (0, 0, []),
+        (2, 1, ["without an end within 32 tokens: 2 translations", "cut at 32 tokens: 1 sources"]),
+    ):
+        score = TranslationScore(**numbers, **place, unended=unended, cut_sources=cut, texts=texts)
+        assert list(score.table().below[2:]) == expected
+
+
+def test_a_model_that_does_not_translate_is_refused_by_the_task(corpus, tmp_path, capsys):
+    config = write_language_model(tmp_path, corpus)
+    train(config, 1, "training.steps=1", "training.eval_samples=0")
+    assert main(["evaluate", str(tmp_path / "run"), "--task", "translation"]) == 2
+    assert "does not translate; give a run of an encoder_decoder, or --task lm" in capsys.readouterr().err
+    assert main(["generate", str(tmp_path / "run"), "--prompt", "x", "--beams", "2"]) == 2
+    assert "--beams 2 has no effect" in capsys.readouterr().err
