@@ -1,6 +1,7 @@
 """Training runs of benchmarks: started or resumed if they are unfinished, otherwise only read."""
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -90,8 +91,25 @@ def uptrain_run(config: Path, overrides: Sequence[str], *options: str) -> tuple[
 
 
 def run_megakernel(*arguments: str) -> None:
-    """Run a `megakernel` command with its output on stderr. Raises UserError if it fails (it prints why)."""
-    status = subprocess.run([sys.executable, "-m", "launch.cli", *arguments], stdout=sys.stderr).returncode
+    """Run a `megakernel` command with its output on stderr. Raises UserError if it fails (it prints why).
+
+    SIGTERM is passed on, and then ends this process: a training run saves and ends, instead of going on alone.
+    """
+    ends = False
+
+    def end(*_: Any) -> None:
+        nonlocal ends
+        ends = True
+        process.terminate()
+
+    with subprocess.Popen([sys.executable, "-m", "launch.cli", *arguments], stdout=sys.stderr) as process:
+        before = signal.signal(signal.SIGTERM, end)
+        try:
+            status = process.wait()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    if ends:
+        sys.exit(128 + signal.SIGTERM)
     if status:
         command = " ".join(("megakernel", *arguments))
         raise UserError(f"`{command}` ended with status {status}; run this again to continue")

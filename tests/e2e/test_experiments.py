@@ -1,11 +1,17 @@
 """Small studies from end to end: data are prepared, models trained, up-trained and evaluated, pages written."""
 
 import re
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
 from benchmarks.experiments.__main__ import main
 from launch.cli import main as launch
+from megakernel.checkpoint.trained_run import find_checkpoint
+from megakernel.training.run_folder import RunLock
 from tests.e2e.test_readme import REPOSITORY
 
 pytestmark = pytest.mark.second
@@ -131,3 +137,24 @@ def test_a_study_of_votes_has_their_scores_correlations_and_plot_and_checkpoints
     assert launch(["analyze", *run, "--at-accuracy", "0", "--out", "gradients"]) == 0
     assert "accuracy 0: step 1" in capfd.readouterr().out
     assert (folder / "gradients" / "step_1" / "gradients.csv").is_file()
+
+
+def test_a_study_that_is_ended_ends_its_run_which_has_saved(folder):
+    study = STUDY.replace('"{examples}"', '"40"').replace("data/{examples}", "data/few")
+    study = study.replace("training.steps: 3", "training.steps: 10000").replace(
+        "eval_every: 3", "eval_every: 5000"
+    )
+    (folder / "small.yaml").write_text(f"{study}presets: [softmax, linear]\n{COLUMNS}")
+    command = [sys.executable, "-m", "benchmarks.experiments", "small.yaml"]
+    run = folder / "runs" / "small" / "softmax-0"
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT) as process:
+        deadline = time.monotonic() + 120
+        while not (file := run / "metrics.jsonl").exists() or "train/loss" not in file.read_text():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+    assert find_checkpoint(run), "the run has saved"
+    assert not (folder / "runs" / "small" / "linear-0").exists(), "the next model has not begun"
+    RunLock(run)  # raises InUse if a process still trains
