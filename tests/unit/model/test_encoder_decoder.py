@@ -101,20 +101,25 @@ def by_formula(weights, source, target):
     return norm(y, weights["6.norm.weight"])
 
 
-def test_hidden_states_and_the_loss_are_those_of_the_formula(mesh):
-    model = build(mesh, *STACKS["softmax"], position="none")
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+def test_hidden_states_loss_and_gradients_are_those_of_the_formula(mesh):
+    model = build(mesh, *STACKS["softmax"], position="none").train()
+    weights = {name: x.detach().clone().requires_grad_() for name, x in model.named_parameters()}
     tokens, positions, labels, targets = inputs = batch()
     hidden = model.body(inputs)[0]
-    total = 0.0
+    total = torch.zeros((), dtype=torch.float64)
     for pair in range(2):
         lengths = (positions[2 * pair : 2 * pair + 2] >= 0).sum(1)
         source, target = (row[:length] for row, length in zip(tokens[2 * pair :], lengths))
         expected = by_formula(weights, source, target)
         torch.testing.assert_close(hidden[: lengths[1], pair], expected, atol=1e-11, rtol=1e-11)
         logits = expected @ weights["tied_modules.embedding.tokens.weight"][:VOCAB].T
-        total += F.cross_entropy(logits, labels[pair, : lengths[1]], reduction="sum").item()
-    assert model(*inputs).item() == pytest.approx(total / targets.item(), rel=1e-9)
+        total = total + F.cross_entropy(logits, labels[pair, : lengths[1]], reduction="sum")
+    loss, expected = model(*inputs), total / targets.item()
+    torch.testing.assert_close(loss, expected, atol=0, rtol=1e-9)
+    loss.backward()
+    expected.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, weights[name].grad, atol=1e-12, rtol=1e-9, msg=name)
 
 
 @pytest.mark.parametrize("stack", STACKS)
