@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.batch import PADDING
+from data_pipeline.blend import Blend
 from data_pipeline.corpus import PreparedCorpus
 from data_pipeline.labels import read_labels
 from data_pipeline.token_files import TokenFile
@@ -57,6 +58,25 @@ class CorpusExamples:
 
     def _shuffled(self, epoch: int) -> np.ndarray:
         return np.random.default_rng((self._seed, epoch)).permutation(self.per_epoch)
+
+
+class WholeDocuments:
+    """Examples of a split, each of whose documents has a sequence of its own, cut or padded to seq_len tokens."""
+
+    def __init__(
+        self,
+        corpora: list[PreparedCorpus],
+        split: str,
+        seq_len: int,
+        seed: int,
+        documents: int,
+        periodic: bool = False,
+        starts: Sequence[int] | None = None,
+    ):
+        """documents: number per example. periodic, starts: see `Blend`."""
+        parts = [CorpusExamples(corpus, split, documents, seed) for corpus in corpora]
+        self.samples = Blend(parts, example_weights(corpora, split, documents), periodic, starts)
+        self._corpora, self._split, self._seq_len = corpora, split, seq_len
 
 
 def examples_of(corpus: PreparedCorpus, split: str, documents: int) -> int:

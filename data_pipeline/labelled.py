@@ -7,16 +7,15 @@ import torch
 from torch import Tensor
 
 from data_pipeline.batch import Batch
-from data_pipeline.blend import Blend
 from data_pipeline.corpus import PreparedCorpus
 from data_pipeline.document import Label
-from data_pipeline.examples import CorpusExamples, Cut, cut_documents, example_weights, padded
+from data_pipeline.examples import Cut, WholeDocuments, cut_documents, padded
 from data_pipeline.order import Share
 from megakernel.config.errors import UserError
 from megakernel.config.model import Classifier
 
 
-class LabeledDocuments:
+class LabeledDocuments(WholeDocuments):
     """One document per sequence, truncated or padded to seq_len tokens; an example's sequences are adjacent."""
 
     def __init__(
@@ -30,11 +29,8 @@ class LabeledDocuments:
         periodic: bool = False,
         starts: Sequence[int] | None = None,
     ):
-        """documents: number per example. prefix: ids put before every document. periodic, starts: see `Blend`."""
-        parts = [CorpusExamples(corpus, split, documents, seed) for corpus in corpora]
-        self.samples = Blend(parts, example_weights(corpora, split, documents), periodic, starts)
-        self._corpora, self._split = corpora, split
-        self._seq_len = seq_len
+        """prefix: ids put before every document. The others: see `WholeDocuments`."""
+        super().__init__(corpora, split, seq_len, seed, documents, periodic, starts)
         self._prefix = np.array(prefix, dtype=np.int64)
 
     def batch(self, indices: Sequence[int], share: Share) -> Batch:

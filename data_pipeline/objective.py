@@ -59,8 +59,7 @@ def open_objective(
     starts = None if places is None else [place.start for place in places]
     if model.kind == "encoder_decoder":
         check_pairs((key, corpus) for corpus in parts)
-        eod = corpora.eod
-        return TranslationPairs(parts, split, seq_len, seed, eod, eod, periodic, starts)
+        return TranslationPairs(parts, split, seq_len, seed, corpora.eod, periodic, starts)
     if model.classifier is not None:
         check_no_pairs(parts, key)
         named_corpora = [("data.train", corpus) for corpus in corpora.train]

@@ -6,18 +6,17 @@ import numpy as np
 import torch
 
 from data_pipeline.batch import PADDING, Batch
-from data_pipeline.blend import Blend
 from data_pipeline.corpus import PreparedCorpus
 from data_pipeline.document import DOCUMENTS_PER_PAIR
-from data_pipeline.examples import CorpusExample, CorpusExamples, Cut, cut_documents, example_weights, padded
+from data_pipeline.examples import CorpusExample, Cut, WholeDocuments, cut_documents, padded
 from data_pipeline.order import Share
 from megakernel.config.errors import UserError
 
 
-class TranslationPairs:
-    """A source and its target per example, each cut or padded to seq_len tokens.
+class TranslationPairs(WholeDocuments):
+    """A source and its target per example.
 
-    The decoder reads a start token and the target, and predicts the target and its end.
+    The decoder reads the end-of-document token and the target, and predicts the target and its end.
     """
 
     def __init__(
@@ -26,17 +25,12 @@ class TranslationPairs:
         split: str,
         seq_len: int,
         seed: int,
-        start_token: int,
         eod: int,
         periodic: bool = False,
         starts: Sequence[int] | None = None,
     ):
-        """start_token: first input of the decoder. eod: end-of-document token. periodic, starts: see `Blend`."""
-        parts = [CorpusExamples(corpus, split, DOCUMENTS_PER_PAIR, seed) for corpus in corpora]
-        self.samples = Blend(parts, example_weights(corpora, split, DOCUMENTS_PER_PAIR), periodic, starts)
-        self._corpora, self._split = corpora, split
-        self._seq_len = seq_len
-        self._start = np.array([start_token], dtype=np.int64)
+        """eod: end-of-document token. The others: see `WholeDocuments`."""
+        super().__init__(corpora, split, seq_len, seed, DOCUMENTS_PER_PAIR, periodic, starts)
         self._eod = np.array([eod], dtype=np.int64)
 
     def batch(self, indices: Sequence[int], share: Share) -> Batch:
@@ -52,7 +46,7 @@ class TranslationPairs:
         rows = [
             ids
             for example, target in zip(examples, targets)
-            for ids in (self.source(example), np.concatenate([self._start, target[:-1]]))
+            for ids in (self.source(example), np.concatenate([self._eod, target[:-1]]))
         ]
         tokens, positions = map(torch.stack, zip(*(padded(ids, self._seq_len) for ids in rows)))
         labels, places = map(torch.stack, zip(*(padded(target, self._seq_len) for target in targets)))

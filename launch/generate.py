@@ -151,12 +151,12 @@ def run(args: argparse.Namespace) -> int:
     if args.system is not None and not args.chat:
         raise UserError(f"--system {args.system!r} is a message; add --chat")
     prompts = _read_prompts(args)
-    from megakernel.checkpoint.opened import find_model
-    from megakernel.checkpoint.trained_run import student_run
+    from megakernel.checkpoint.trained_run import recorded_config, student_run
     from megakernel.generation import Sampling, generate_texts
 
     folder = student_run(args.run_folder)
-    translates = find_model(folder, args.step).config.model.encoder is not None
+    is_run = (folder / "config.yaml").is_file()  # what is none is refused below, or a model of `transformers`
+    translates = is_run and recorded_config(folder).model.encoder is not None
     for name in _SAMPLING if translates else _BEAMS:
         if (value := getattr(args, name)) is not None:
             option = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")

@@ -137,6 +137,12 @@ class TaskNumber(OfTask):
         return value
 
 
+def _same_run_of(model: str, result: "StudyResult", results: Sequence["StudyResult"]) -> "StudyResult | None":
+    """The result of another model with the variant and seed of `result`; None if it is not there."""
+    same = (model, result.run.variant, result.run.seed)
+    return next((other for other in results if other.key == same), None)
+
+
 class Against(TaskNumber):
     """A number in the result of a task, less that of another model with the same variant and seed."""
 
@@ -148,8 +154,7 @@ class Against(TaskNumber):
 
     def value(self, result: "StudyResult", results: Sequence["StudyResult"]) -> Value:
         """See the class."""
-        same = (self.baseline, result.run.variant, result.run.seed)
-        other = next((other for other in results if other.key == same), None)
+        other = _same_run_of(self.baseline, result, results)
         if other is None or other is result or not result.evaluations:
             return None
         numbers = (self._at(one.evaluations[self.of], self.value_of) for one in (result, other))
@@ -247,8 +252,7 @@ class FlopsToLoss(Measure):
 
     def value(self, result: "StudyResult", results: Sequence["StudyResult"]) -> Value:
         """See the class."""
-        same = (self.baseline, result.run.variant, result.run.seed)
-        other = next((other for other in results if other.key == same), None)
+        other = _same_run_of(self.baseline, result, results)
         if other is None or not (curve := other.curve(self.tag)):
             return None
         level = curve[max(curve)]

@@ -5,11 +5,9 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 from pydantic import Field
 
 from data_pipeline.pairs import TranslationPairs
-from data_pipeline.tokenizers import Tokenizer
 from megakernel.checkpoint.opened import OpenedModel
 from megakernel.config import UserError
 from megakernel.config.extras import need
@@ -95,9 +93,7 @@ class TranslationTask:
 
         options, training = self.options, subject.config.training
         parts = subject.text.of_split(options.split)
-        pairs = TranslationPairs(
-            parts, options.split, training.evaluation_len, 0, subject.tokenizer.eod, subject.tokenizer.eod
-        )
+        pairs = TranslationPairs(parts, options.split, training.evaluation_len, 0, subject.tokenizer.eod)
         size = min(options.samples or training.eval_samples, pairs.samples.per_epoch)
         examples = [pairs.samples[index] for index in range(size)]
         sources = [pairs.source(example).tolist() for example in examples]
@@ -114,8 +110,10 @@ class TranslationTask:
             translations[index] = text
             complete += has_end
             progress(next(done), size)
-        texts = [_text(subject.tokenizer, example.documents[0]) for example in examples]
-        references = [_text(subject.tokenizer, example.documents[1]) for example in examples]
+        texts, references = (
+            [subject.tokenizer.decode(example.documents[side].tolist()) for example in examples]
+            for side in (0, 1)
+        )
         metric = BLEU()
         found = metric.corpus_score(translations, [references])
         return TranslationScore(
@@ -132,10 +130,6 @@ class TranslationTask:
             seq_len=training.evaluation_len,
             texts=tuple(zip(texts, translations, references)),
         )
-
-
-def _text(tokenizer: Tokenizer, ids: np.ndarray) -> str:
-    return tokenizer.decode([token for token in ids.tolist() if token != tokenizer.eod])
 
 
 @dataclass(frozen=True)

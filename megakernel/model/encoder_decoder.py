@@ -8,13 +8,13 @@ which also read their source, and pass on the sources. The last norm leaves the 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .cross_attention import CrossAttention
 from .dropout import PlacedDropout, own_tokens
+from .head import FinalNorm
 from .layer import TransformerLayer, norms
 from .layer_inputs import LayerInputs
-from .norm import Norm
 from .settings import ModelSettings, seeded_by
 
 
@@ -45,12 +45,8 @@ class SourceLayer(TransformerLayer):
         return super().forward(inputs)[0]
 
 
-class SourceNorm(nn.Module):
+class SourceNorm(FinalNorm):
     """The norm of the encoder's output, which all layers of the decoder read."""
-
-    def __init__(self, settings: ModelSettings):
-        super().__init__()
-        self.norm = Norm(settings)
 
     def forward(self, inputs: LayerInputs) -> LayerInputs:
         """Hidden states (N, 2 E, C) to hidden states, of which the targets' are the same."""
@@ -116,12 +112,8 @@ class TargetLayer(TransformerLayer):
         return self._add_both(residual, attention, hidden, norm=self.cross_post_norm), (own, of_source)
 
 
-class TargetNorm(nn.Module):
+class TargetNorm(FinalNorm):
     """The norm before the head, which sees the targets alone."""
-
-    def __init__(self, settings: ModelSettings):
-        super().__init__()
-        self.norm = Norm(settings)
 
     def forward(self, inputs: LayerInputs) -> LayerInputs:
         """Hidden states (N, 2 E, C) at positions (2 E, N) to those of targets, normalized."""

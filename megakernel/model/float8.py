@@ -15,12 +15,10 @@ from torch import Tensor, nn
 
 from megakernel.config import UserError
 from megakernel.config.extras import need
+from megakernel.config.rules import FLOAT8_UNIT
 
 CAPABILITY = (8, 9)
 """Least compute capability of GPUs with float8 products: Ada; Hopper has 9.0."""
-
-UNIT = 16
-"""Both sides of a matrix must be a multiple of it, which `config.rules` checks."""
 
 ATTRIBUTE = "float8"
 """Name of the attribute with the `Float8` of a matrix that is multiplied so in training."""
@@ -70,5 +68,5 @@ class Float8(NamedTuple):
             logging.disable(disabled)
         config = Float8LinearConfig.from_recipe_name(scaling)
         with torch.device("meta"):
-            linear = Float8Linear(UNIT, UNIT, bias=False, config=config)
+            linear = Float8Linear(FLOAT8_UNIT, FLOAT8_UNIT, bias=False, config=config)
         return Float8(matmul_with_hp_or_float8_args.apply, (linear.linear_mm_config, config))

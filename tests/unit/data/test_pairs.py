@@ -71,7 +71,7 @@ def translate(configure: Configure) -> Configure:
 
 def opened(folder: Path, seq_len: int, seed: int = 0) -> TranslationPairs:
     corpora = Corpora(Config.model_fields["data"].annotation(train=folder), validation=False)
-    return TranslationPairs(corpora.train, "train", seq_len, seed, EOD, EOD)
+    return TranslationPairs(corpora.train, "train", seq_len, seed, EOD)
 
 
 def columns(batch: Batch) -> tuple[list[str], list[str]]:
