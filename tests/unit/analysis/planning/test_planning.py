@@ -20,7 +20,7 @@ from megakernel.analysis.planning.part_costs import CostMeter, PartShape
 from megakernel.analysis.planning.plan import RECOMPUTE, Plan, candidates, scaled_config, scaling
 from megakernel.analysis.planning.seconds import seconds_line, step_flops, step_seconds, tokens_per_step
 from megakernel.analysis.planning.traffic import part_transfers, sent_bytes, step_transfers
-from megakernel.config import Config, ConfigError, Parallel, Problem, load
+from megakernel.config import Config, ConfigError, Parallel, Problem, UserError, load
 from megakernel.model import LanguageModel
 from megakernel.model.parameters import parameter_count
 from megakernel.model.settings import model_settings
@@ -164,8 +164,12 @@ def test_masks_of_long_packed_softmax_are_counted_without_computing_them():
 
 @pytest.mark.second
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
-def test_every_shipped_configuration_is_planned(name):
+def test_every_shipped_configuration_is_planned_or_refused_by_kind(name):
     run = load(CONFIGS / f"{name}.yaml")
+    if run.model.encoder is not None:
+        with pytest.raises(UserError, match=r"model\.kind=encoder_decoder is not planned: .*; train a few steps"):
+            plan(run, 50_257, 2, GPUS["b200"])
+        return
     found = plan(run, 50_257, 2, GPUS["b200"])
     assert found.fitting or found.too_large
 
