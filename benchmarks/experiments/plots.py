@@ -21,7 +21,10 @@ Points = dict[str, tuple[float, float, float]]
 
 
 def write_curves(results: Sequence[StudyResult], tag: str, page_file: Path) -> None:
-    """Write the curves of a metric as CSV, and as PNG with a panel for each variant, next to the page."""
+    """Write the curves of a metric as CSV, and as PNG with a panel for each variant, next to the page.
+
+    Of several seeds the PNG has the mean, in a band from the lowest to the highest.
+    """
     rows: list[Row] = [
         {"variant": run.variant, "model": run.name, "seed": run.seed, "step": step, "value": value}
         for run, curve in ((result.run, result.curve(tag)) for result in results)
@@ -32,13 +35,31 @@ def write_curves(results: Sequence[StudyResult], tag: str, page_file: Path) -> N
     figure = Figure(figsize=(4.5 * len(variants), 3.5), layout="constrained")
     panels = figure.subplots(1, len(variants), sharey=True, squeeze=False)[0]
     for variant, axes in zip(variants, panels):
-        for result in (result for result in results if result.run.variant == variant):
-            curve = result.curve(tag)
-            axes.plot(list(curve), list(curve.values()), label=str(result.run))
+        for name, bands in curve_bands(results, tag, variant).items():
+            steps = list(bands)
+            mean, lowest, highest = zip(*bands.values())
+            (line,) = axes.plot(steps, mean, label=name)
+            axes.fill_between(steps, lowest, highest, color=line.get_color(), alpha=0.15, linewidth=0)
         axes.set(title=variant, xlabel="step")
     figure.axes[0].set_ylabel(tag)
     figure.axes[0].legend()
     figure.savefig(page_file.with_suffix(".png"), dpi=120)
+
+
+def curve_bands(
+    results: Sequence[StudyResult], tag: str, variant: str
+) -> dict[str, dict[int, tuple[float, float, float]]]:
+    """Model -> step -> mean, lowest and highest value over seeds, of the steps that all its seeds have."""
+    curves: dict[str, list[dict[int, float]]] = {}
+    for result in results:
+        if result.run.variant == variant:
+            curves.setdefault(result.name, []).append(result.curve(tag))
+    bands = {}
+    for name, of_seeds in curves.items():
+        steps = sorted(set.intersection(*(set(curve) for curve in of_seeds)))
+        values = {step: [curve[step] for curve in of_seeds] for step in steps}
+        bands[name] = {step: (statistics.fmean(x), min(x), max(x)) for step, x in values.items()}
+    return bands
 
 
 def scatter_points(study: LoadedStudy, results: Sequence[StudyResult]) -> dict[str, Points]:

@@ -21,7 +21,7 @@ from benchmarks.experiments.measures import (
     state_size,
 )
 from benchmarks.experiments.page import correlation_lines, page, text_names
-from benchmarks.experiments.plots import scatter_points, write_curves, write_scatter
+from benchmarks.experiments.plots import curve_bands, scatter_points, write_curves, write_scatter
 from benchmarks.experiments.runs import StudyResult, check_names, make_run
 from benchmarks.experiments.study import LoadedStudy, Scatter, names, read_study
 from megakernel.config import PRESETS, Attention, ConfigError, UserError, expand_preset, load, to_yaml
@@ -541,8 +541,9 @@ def test_correlations_are_over_the_runs_of_each_variant_that_have_both_numbers()
 class Curve:
     """A result with one curve."""
 
-    def __init__(self, name, curve):
-        self.run, self._curve = SimpleNamespace(variant="0.1", name=name, seed=0), curve
+    def __init__(self, name, curve, seed=0):
+        self.run, self._curve = SimpleNamespace(variant="0.1", name=name, seed=seed), curve
+        self.name = name
 
     def curve(self, tag):
         return self._curve
@@ -557,6 +558,16 @@ def test_learning_curves_are_written_as_csv_and_drawn(tmp_path):
     lines = (tmp_path / "page.csv").read_text().splitlines()
     assert lines[:3] == ["variant,model,seed,step,value", "0.1,gmm_rks,0,0,0.1", "0.1,gmm_rks,0,100,0.55"]
     assert (tmp_path / "page.png").stat().st_size > 1000
+
+
+def test_curves_of_several_seeds_are_drawn_as_their_mean_in_a_band_where_all_have_values():
+    seeds = [Curve("mgk", {0: 0.1, 100: 0.3, 200: 0.9}), Curve("mgk", {0: 0.3, 100: 0.6}, seed=1)]
+    bands = curve_bands([*seeds, Curve("linear", {0: 0.2})], "eval/accuracy", "0.1")
+    assert list(bands) == ["mgk", "linear"]
+    assert list(bands["mgk"]) == [0, 100]
+    assert bands["mgk"][0] == pytest.approx((0.2, 0.1, 0.3))
+    assert bands["mgk"][100] == pytest.approx((0.45, 0.3, 0.6))
+    assert bands["linear"] == {0: (0.2, 0.2, 0.2)}
 
 
 def scatter_result(variant, name, seed, accuracy, seconds):
