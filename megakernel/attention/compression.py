@@ -60,7 +60,10 @@ class Compressor(FullPrecision):
     def __init__(self, compression: Compression, settings: LayerSettings):
         super().__init__()
         self.heads, max_positions = settings.heads, settings.max_positions
+        self.compression = compression
         self.per_head = getattr(compression, "per_head", False)
+        self._owner: tuple[Compressor] | None = None
+        """An earlier layer's, whose matrices this one uses; in a tuple, so that it is no part of this module."""
         self.normalized = not isinstance(compression, LinformerCompression)
         self.matrices: nn.Parameter | None = None
         if isinstance(compression, LinformerCompression):
@@ -81,6 +84,10 @@ class Compressor(FullPrecision):
         # One tensor, so that E and F can be applied to the same input in one product.
         self.matrices = nn.Parameter(both[..., :1, :, :].clone() if compression.share_kv else both)
 
+    def use_matrices_of(self, owner: "Compressor") -> None:
+        """Have the E and F of an earlier layer with the same compression instead of one's own."""
+        self.matrices, self._owner = None, (owner,)
+
     def sharded_parameters(self) -> dict[str, int]:
         """Name -> dimension that counts heads: E and F, if they are per head."""
         return {name: 0 for name, _ in self.named_parameters() if self.per_head}
@@ -90,10 +97,11 @@ class Compressor(FullPrecision):
 
         like: gives device and dtype. Normalized rows are float32 or better; Linformer's are the parameter, not a copy.
         """
-        if self.matrices is None:
+        learned = self.matrices if self._owner is None else self._owner[0].matrices
+        if learned is None:
             return like.new_full((1, 1, self.block_size), 1 / self.block_size, dtype=accum_dtype(like.dtype))
         passed = self.heads.of_key_head if self.per_head else self.heads.shared
-        matrices = passed(self.matrices)
+        matrices = passed(learned)
         matrices = matrices.to(like.device)
         return matrices.to(accum_dtype(matrices.dtype)).softmax(-1) if self.normalized else matrices
 
@@ -137,6 +145,21 @@ class Compressor(FullPrecision):
         sums = sums if sums.dim() == 3 else sums[None]
         weights = sums[..., real].permute(2, 0, 3, 1).flatten(2)[..., None]
         return weights.masked_fill(weights == 0, 1.0)
+
+
+def shared_compressors(model: nn.Module) -> list[Compressor]:
+    """Those whose compression has `share_layers`, in the order of the layers."""
+    compressors = (module for module in model.modules() if isinstance(module, Compressor))
+    return [one for one in compressors if getattr(one.compression, "share_layers", False)]
+
+
+def share_over_layers(model: nn.Module) -> None:
+    """Let layers of one compression with `share_layers` use the E and F of the first of them."""
+    owners: dict[Compression, Compressor] = {}
+    for compressor in shared_compressors(model):
+        owner = owners.setdefault(compressor.compression, compressor)
+        if owner is not compressor:
+            compressor.use_matrices_of(owner)
 
 
 def _gaussian(compression: LinformerCompression, columns: int, settings: LayerSettings) -> Tensor:

@@ -39,7 +39,8 @@ class BlockCompression(_LearnedCompression):
 
     kind: Literal["block"] = "block"
     """`block` has these keys. `pool`, with block_size alone, takes means of blocks. `linformer`, without block_size,
-    compresses the whole sequence to `rank` landmarks; it is for encoders."""
+    compresses the whole sequence to `rank` landmarks; it is for encoders, in which all layers with this compression
+    use one E and F with `share_layers: true`."""
 
     block_size: int = Field(default=64, gt=0)
     """Tokens per block, b. Larger blocks mean fewer landmarks, a longer near window and a coarser far context."""
@@ -77,6 +78,9 @@ class LinformerCompression(_LearnedCompression):
 
     rank: int = Field(default=256, gt=0, le=1_000_000)
     """Landmarks per sequence, d_k."""
+
+    share_layers: bool = False
+    """All layers with this compression use the E and F of the first of them (Linformer's layerwise sharing)."""
 
 
 def _kind(value: Any) -> str:

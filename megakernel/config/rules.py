@@ -190,6 +190,27 @@ def _softcap_excludes_ring_attention(model: Model, parallel: Parallel) -> Iterat
         yield Problem("parallel.softmax_exchange", "ring", reason, "set auto or heads")
 
 
+def _layers_that_share_landmarks_are_together(model: Model, parallel: Parallel) -> Iterator[Problem]:
+    """E and F that layers share are the first one's, which must be in the same process and whole."""
+    compressions = [attention.compression for attention in model.attentions]
+    sharing = {
+        f"{key}.compression.share_layers": compressions.count(attention.compression)
+        for key, attention in _named_attentions(model)
+        if getattr(attention.compression, "share_layers", False)
+    }
+    for key, layers in sharing.items():
+        if layers == 1:
+            yield Problem(key, True, "has no effect: no other layer has this compression", "remove it")
+    if not sharing:
+        return
+    reason = f"parts layers that use one E and F ({' and '.join(sharing)})"
+    if parallel.pipeline > 1:
+        yield Problem("parallel.pipeline", parallel.pipeline, reason, "set 1, or share_layers: false")
+    if parallel.zero_stage == 3:
+        reason = f"gathers the weights of one layer at a time, and others use its E and F ({' and '.join(sharing)})"
+        yield Problem("parallel.zero_stage", 3, reason, "set 2, or share_layers: false")
+
+
 def _bfloat16_has_master_weights(parallel: Parallel, training: Training) -> Iterator[Problem]:
     if parallel.zero_stage == 0 and training.dtype == "bfloat16":
         reason = "has no float32 master weights in DeepSpeed, which training.dtype=bfloat16 needs"

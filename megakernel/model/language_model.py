@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megakernel.attention.compression import share_over_layers
 from megakernel.ops.documents import collapse_positions
 from megakernel.parallel.axis import OneProcess
 
@@ -141,6 +142,7 @@ class LanguageModel(Layers, nn.Module):
         for index in part:
             self.layers.append(self._build(index, specs[index]))
         set_rotary(self, settings.model)
+        share_over_layers(self)
 
     def _build(self, index: int, spec: LayerSpec) -> Callable[..., Any]:
         if spec.shared is None:

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import device
 
+from megakernel.attention.compression import shared_compressors
 from megakernel.config import Attention, Model
 from megakernel.parallel import OneProcess
 
@@ -22,8 +23,8 @@ def parameter_count(model: Model, vocab_size: int, seq_len: int) -> int:
     for attention in model.attentions:
         if attention not in unique:
             unique.append(attention)
-    # Layers with the same attention have equally many parameters: build one of each. Encoders and decoders are built
-    # whole.
+    # Layers with the same attention have equally many parameters, but for those that only the first of them has: build
+    # one of each. Encoders and decoders are built whole.
     changes: dict[str, Any] = {"num_layers": len(unique), "attention_pattern": unique}
     if model.encoder is not None:
         changes, unique = {}, []
@@ -33,8 +34,10 @@ def parameter_count(model: Model, vocab_size: int, seq_len: int) -> int:
             ModelSettings(small, vocab_size + model.special_ids, OneProcess(), shapes_only=True)
         )
     count = sum(parameter.numel() for parameter in built.parameters())
+    of_all_layers = {compressor.matrices for compressor in shared_compressors(built)}
     for layer in built.modules():
         if unique and isinstance(layer, TransformerLayer):
             others = model.attentions.count(unique[layer.index]) - 1
-            count += others * sum(parameter.numel() for parameter in layer.parameters())
+            own = (parameter for parameter in layer.parameters() if parameter not in of_all_layers)
+            count += others * sum(parameter.numel() for parameter in own)
     return count

@@ -45,6 +45,11 @@ MODELS = {
         "kind: masked_lm, attention_pattern: [{preset: bigbird, bigbird: {block_size: 4}}, informer, "
         "{preset: reformer, reformer: {chunk_size: 8}}, {preset: informer, informer: {top: 8}}]"
     ),
+    "masked_lm on shared landmarks": (
+        "kind: masked_lm, attention_pattern: ["
+        "{preset: linformer, compression: {rank: 8, share_layers: true}}, "
+        "{preset: flurka_rnn, compression: {rank: 8, share_layers: true}}]"
+    ),
     "classifier": (
         "kind: classifier, classifier: {num_classes: 2, pooling: cls, head: mlp}, "
         "attention_pattern: [softmax, performer], position: learned"
@@ -70,6 +75,7 @@ CASES = [
     ("masked_lm on landmarks", "cp2"),
     ("masked_lm on few weights", "cp2"),
     ("masked_lm on few weights", "tp2"),
+    *(("masked_lm on shared landmarks", name) for name in ("dp2 zero 1", "dp2 zero 2", "tp2", "cp2")),
     *(("classifier", name) for name in PADDED_LAYOUTS),
     ("classifier on compressed inputs", "tp2"),
     ("classifier on compressed inputs", "tp2 sequence parallel"),
@@ -127,7 +133,9 @@ def test_every_layout_has_the_losses_of_one_process(model, ranks, one_process, t
     assert bool(scalars(lines, "eval/accuracy")) == model.startswith("classifier")
 
 
-@pytest.mark.parametrize("model", tiered(["masked_lm", "classifier"], ["classifier"]))
+@pytest.mark.parametrize(
+    "model", tiered(["masked_lm", "masked_lm on shared landmarks", "classifier"], ["classifier"])
+)
 def test_a_resumed_run_is_bit_identical_to_an_uninterrupted_one(model, one_process, tmp_path):
     config, whole = one_process(model)
     options = (f"run.root={tmp_path}", "checkpoint.every=2")
@@ -155,7 +163,11 @@ def test_a_classifier_starts_from_the_weights_of_a_masked_language_model(one_pro
 
 
 @pytest.mark.parametrize(
-    "model", tiered(["masked_lm", "classifier", "classifier of pairs"], ["masked_lm", "classifier of pairs"])
+    "model",
+    tiered(
+        ["masked_lm", "masked_lm on shared landmarks", "classifier", "classifier of pairs"],
+        ["masked_lm", "classifier of pairs"],
+    ),
 )
 def test_evaluating_a_run_gives_the_metrics_of_training(model, one_process):
     config, lines = one_process(model)

@@ -232,12 +232,12 @@ class PlannedJob:
     @cached_property
     def parameters(self) -> list[int]:
         """Parameters per device of each stage."""
-        return self._per_stage(lambda weights: weights.all)
+        return self._per_stage(lambda weights: weights.all, lambda weights: weights.shared)
 
     @cached_property
     def trained(self) -> list[int]:
         """Trained parameters per device of each stage."""
-        return self._per_stage(lambda weights: weights.trained)
+        return self._per_stage(lambda weights: weights.trained, lambda weights: weights.shared_trained)
 
     def matrices(self, stage: int) -> list[int]:
         """Parameters per device of each of a stage's matrices that Muon trains, in the optimizer's order."""
@@ -254,7 +254,10 @@ class PlannedJob:
     def _weights(self, part: "Part") -> "WeightCounts":
         return self._meter.parameters(part, self.layout.tensor, self.layout.sequence_parallel)
 
-    def _per_stage(self, counted: Callable[["WeightCounts"], int]) -> list[int]:
+    def _per_stage(
+        self, counted: Callable[["WeightCounts"], int], shared: Callable[["WeightCounts"], int]
+    ) -> list[int]:
+        """counted: of a part with weights of its own; shared: of it, what only the first layer has."""
         layout = self.layout
 
         def count(part: "Part") -> int:
@@ -263,6 +266,10 @@ class PlannedJob:
         held = [sum(count(part) * times for part, times in self.parts(n)) for n in range(layout.pipeline)]
         if layout.pipeline == 1 and self.ties_embedding and count("first"):
             held[0] -= self.embedding
+        for compression in {attention.compression for attention in self.model.attentions}:
+            if getattr(compression, "share_layers", False):  # which no pipeline splits
+                alike = [n for n, x in enumerate(self.model.attentions) if x.compression == compression]
+                held[0] -= (len(alike) - 1) * shared(self._weights(self._first_alike[alike[0]]))
         return held
 
     @property

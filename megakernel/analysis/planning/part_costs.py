@@ -9,7 +9,7 @@ import gc
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +22,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megakernel.attention.compression import shared_compressors
 from megakernel.attention.sequence import WHOLE_SEQUENCE, ContextParallelShard
 from megakernel.config import Config, Model
 from megakernel.config.parallel import SoftmaxExchange
@@ -117,6 +118,16 @@ class WeightCounts(NamedTuple):
     matrices: tuple[int, ...]
     """Of each of the matrices that Muon would train."""
 
+    shared: int
+    """Of all: E and F that further layers with this compression do not have of their own."""
+
+    shared_trained: int
+    """Of trained: the same."""
+
+
+def _all_and_trained(weights: Sequence[Tensor]) -> tuple[int, int]:
+    return sum(x.numel() for x in weights), sum(x.numel() for x in weights if x.requires_grad)
+
 
 class CostMeter:
     """Measures parts of a configured model, each shape once."""
@@ -177,9 +188,9 @@ class CostMeter:
                 model = self._model(part, self._settings(shape, axes))
                 weights = [*model.parameters()]
                 matrices = whole_matrices(model)
-            trained = sum(x.numel() for x in weights if x.requires_grad)
+                shared = [one.matrices for one in shared_compressors(model) if one.matrices is not None]
             sizes = tuple(x.numel() for x in matrices)
-            self._parameters[key] = WeightCounts(sum(x.numel() for x in weights), trained, sizes)
+            self._parameters[key] = WeightCounts(*_all_and_trained(weights), sizes, *_all_and_trained(shared))
         return self._parameters[key]
 
     def _run(self, part: Part, shape: PartShape) -> PartCosts:

@@ -47,6 +47,24 @@ def test_regression_with_pipeline_parallelism_is_refused():
     assert not problems(model=CLASSIFIER, parallel={"pipeline": 2})
 
 
+def test_layers_that_share_e_and_f_are_whole_and_in_one_process():
+    linformer, flurka = (
+        {"preset": preset, "compression": {"rank": 8, "share_layers": True}}
+        for preset in ("linformer", "flurka_rnn")
+    )
+    model = {**MASKED, "attention_pattern": [linformer, flurka, "softmax"], "num_layers": 3}
+
+    def found(**sections):
+        return problems(**{"model": model, "data": {"isolate_documents": False}, **sections})
+
+    assert not found()
+    assert found(parallel={"pipeline": 2})["parallel.pipeline"].remedy.startswith("set 1")
+    assert found(parallel={"zero_stage": 3})["parallel.zero_stage"].remedy.startswith("set 2")
+    alone = found(model={**model, "attention_pattern": [linformer, "softmax", "softmax"]})
+    key = "model.attention_pattern.0.compression.share_layers"
+    assert "no other layer has this compression" in alone[key].reason
+
+
 def test_only_masked_language_models_have_a_masking_section():
     assert problems(data={"masking": {"rate": 0.2}})["data.masking"].remedy.startswith(
         "remove it or take model.kind"

@@ -167,7 +167,9 @@ def test_masks_of_long_packed_softmax_are_counted_without_computing_them():
 def test_every_shipped_configuration_is_planned_or_refused_by_kind(name):
     run = load(CONFIGS / f"{name}.yaml")
     if run.model.encoder is not None:
-        with pytest.raises(UserError, match=r"model\.kind=encoder_decoder is not planned: .*; train a few steps"):
+        with pytest.raises(
+            UserError, match=r"model\.kind=encoder_decoder is not planned: .*; train a few steps"
+        ):
             plan(run, 50_257, 2, GPUS["b200"])
         return
     found = plan(run, 50_257, 2, GPUS["b200"])
@@ -179,9 +181,16 @@ def plan_for_16_devices() -> Plan:
     return plan(config(), 50_257, 16, H100)
 
 
-@pytest.mark.parametrize("attention", ["flurka", "softmax", "hedgehog"])
-def test_one_device_holds_the_parameters_of_the_whole_model(attention):
-    run = config(model={"attention": attention})
+@pytest.mark.parametrize(
+    "model",
+    [
+        *({"attention": attention} for attention in ("flurka", "softmax", "hedgehog")),
+        {"kind": "masked_lm", "attention": {"preset": "linformer", "compression": {"share_layers": True}}},
+    ],
+    ids=["flurka", "softmax", "hedgehog", "layers that share E and F"],
+)
+def test_one_device_holds_the_parameters_of_the_whole_model(model):
+    run = config(model=model, data={"isolate_documents": model.get("kind") != "masked_lm"})
     assert PlannedJob(run, 50_257, ONE_DEVICE).parameters == [parameter_count(run.model, 50_257, 8192)]
 
 
