@@ -113,25 +113,36 @@ class Cut:
     longest: int
     """Tokens of the longest, with all that is put around it."""
 
+    without_end: int = 0
+    """Of those that are not cut: how many leave out their end-of-document token, and nothing else."""
+
     def __str__(self) -> str:
         share = f"{self.cut:,} {self.documents} ({self.cut / self.total:.1%})"
+        ends = f"{self.without_end:,} more leave out their end-of-document token alone; " * (
+            self.without_end > 0
+        )
         longest = f"the longest of {self.total:,} {self.documents} has {self.longest:,} tokens"
-        return f"{self.corpus}: {share} are cut at {self.seq_len:,} tokens; {longest}"
+        return f"{self.corpus}: {share} are cut at {self.seq_len:,} tokens; {ends}{longest}"
 
 
 def cut_documents(
-    corpora: Iterable[PreparedCorpus], split: str, seq_len: int, names: Sequence[str], added: int = 0
+    corpora: Iterable[PreparedCorpus],
+    split: str,
+    seq_len: int,
+    names: Sequence[str],
+    added: int = 0,
+    needs_end: bool = True,
 ) -> list[Cut]:
     """The cut documents of each corpus; reads only indices.
 
     names: of the first document of an example, of the second, ...; one name: of all. added: tokens that are put before
-    each document.
+    each document. needs_end: whether a document without its end-of-document token counts as cut.
     """
     found = []
     for corpus in corpora:
         lengths = TokenFile(corpus.prefix(split)).sequence_lengths
         for first, name in enumerate(names):
             sizes = lengths[first :: len(names)] + added
-            cut = int((sizes > seq_len).sum())
-            found.append(Cut(str(corpus), seq_len, name, len(sizes), cut, int(sizes.max())))
+            too_long, cut = (int((sizes > most).sum()) for most in (seq_len, seq_len + (not needs_end)))
+            found.append(Cut(str(corpus), seq_len, name, len(sizes), cut, int(sizes.max()), too_long - cut))
     return found

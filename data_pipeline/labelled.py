@@ -44,7 +44,8 @@ class LabeledDocuments(WholeDocuments):
 
     def cut(self) -> list[Cut]:
         """See `SampleObjective`."""
-        return cut_documents(self._corpora, self._split, self._seq_len, ("documents",), len(self._prefix))
+        names, added = ("documents",), len(self._prefix)
+        return cut_documents(self._corpora, self._split, self._seq_len, names, added, needs_end=False)
 
     def _sequence(self, document: np.ndarray) -> tuple[Tensor, Tensor]:
         return padded(np.concatenate([self._prefix, document])[: self._seq_len], self._seq_len)

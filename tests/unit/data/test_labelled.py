@@ -9,6 +9,7 @@ import torch
 
 from data_pipeline.batch import PADDING, Batch
 from data_pipeline.corpus import Corpora
+from data_pipeline.examples import Cut
 from data_pipeline.loader import TrainingBatches, ValidationBatches
 from data_pipeline.manifest import FileRecord
 from data_pipeline.order import Share
@@ -227,16 +228,26 @@ def test_labels_for_plain_text_are_refused(tmp_path: Path):
 
 
 def test_cut_documents_are_counted(labelled: Path, pairs: Path, classify: Configure):
-    def count(folder: Path, seq_len: int = SEQ_LEN, **classifier: Any) -> tuple[str, int, int, int]:
+    def count(folder: Path, seq_len: int = SEQ_LEN, **classifier: Any) -> Cut:
         config = classify(folder, {"seq_len": seq_len}, **classifier)
         [found] = TrainingBatches(config, Corpora(config.data), Share()).cut()
-        return found.documents, found.total, found.cut, found.longest
+        return found
 
-    def expected(folder: Path, added: int = 0) -> tuple[str, int, int, int]:
+    def expected(folder: Path, added: int = 0, seq_len: int = SEQ_LEN) -> Cut:
         lengths = [len(tokens) + added for tokens in TokenFile(folder / "train")]
-        return "documents", len(lengths), sum(length > SEQ_LEN for length in lengths), max(lengths)
+        lost = [length - seq_len for length in lengths]  # the first of them is the end-of-document token
+        cut, without_end = sum(n > 1 for n in lost), sum(n == 1 for n in lost)
+        return Cut(str(folder), seq_len, "documents", len(lengths), cut, max(lengths), without_end)
 
     assert count(labelled) == expected(labelled)
     assert count(labelled, pooling="cls") == expected(labelled, added=1)
     assert count(pairs, documents=2) == expected(pairs)
-    assert count(labelled, seq_len=64)[2] == 0
+    longest = expected(labelled).longest
+    of_text_alone = count(labelled, seq_len=longest - 1)
+    assert of_text_alone == expected(labelled, seq_len=longest - 1)
+    assert of_text_alone.cut == 0
+    assert of_text_alone.without_end > 0
+    assert f" {of_text_alone.without_end} more leave out their end-of-document token alone; " in str(
+        of_text_alone
+    )
+    assert "more leave out" not in str(count(labelled, seq_len=64))
