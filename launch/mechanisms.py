@@ -47,9 +47,9 @@ blocks together. *Sequence parallel* is
 *Context* names what shards of a sequence exchange: a `state`, whose size does not depend on the number of tokens; a
 `halo`, the end of the previous shard, in whole blocks; `landmarks`; `tokens`, the keys and values of all shards; or
 tokens for `heads`, if the number of shards divides the heads of a tensor rank. If it does not, full softmax uses the
-`ring`: keys and values pass from shard to shard (`parallel.softmax_exchange`). A short convolution also reads the last
-tokens of the previous shard. Classifiers, whose sequences are padded, keep
-`parallel.context: 1`.
+`ring`: keys and values pass from shard to shard (`parallel.softmax_exchange`). A sliding window (`window`) that reaches
+no further than the previous shard takes the tokens that it needs from there, and so does a short convolution.
+Classifiers, whose sequences are padded, keep `parallel.context: 1`.
 
 """
 

@@ -134,6 +134,10 @@ class Attention(Algebra):
         """Whether context parallelism can use ring attention, which works with any number of heads."""
         return "heads or ring" in self.spec.exchanges
 
+    def reads_neighbor(self, tokens: int) -> bool:
+        """Whether context shards of so many tokens need those of a sliding window alone, all in the shard before."""
+        return self.window is not None and self.window - 1 <= tokens
+
     def problems(self) -> Iterator[Problem]:
         """Keys that cannot be combined."""
         if self.similarity == "kernel" and self.feature_map is None:

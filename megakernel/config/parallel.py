@@ -47,8 +47,8 @@ class Parallel(Section):
     """How context ranks exchange the states of kernel attention: all-`gather`, or a `ring` of partial sums."""
 
     softmax_exchange: SoftmaxExchange = "auto"
-    """Context parallelism of full softmax: `heads` (Ulysses all-to-all) or `ring` attention; `auto`: heads if they
-    divide evenly, else ring."""
+    """Context parallelism of softmax: `heads` (Ulysses all-to-all) or `ring` attention; `auto`: of a sliding window the
+    tokens that it needs, if all are in the shard before; else heads if they divide evenly, else ring."""
 
     pipeline: int = Field(default=1, gt=0, le=1_000_000)
     """Pipeline parallelism: stages that split the layers."""

@@ -156,14 +156,20 @@ def _frequencies_are_for_the_sequences(model: Model, training: Training) -> Iter
             yield Problem("model.rope_scaling.kind", scaling.kind, reason, remedy)
 
 
-def _ulysses_divides_the_heads(model: Model, parallel: Parallel) -> Iterator[Problem]:
+def _ulysses_divides_the_heads(model: Model, parallel: Parallel, training: Training) -> Iterator[Problem]:
     if parallel.context == 1 or model.num_heads % parallel.tensor:
         return
     heads = model.num_heads // parallel.tensor
     if heads % parallel.context == 0:
         return
     forced = parallel.softmax_exchange == "heads"
-    ulysses = [entry for entry in _named_attentions(model) if entry[1].uses_ulysses(model.is_causal)]
+    shortest = min(_lengths(training).values()) // parallel.context
+    ulysses = [
+        (key, attention)
+        for key, attention in _named_attentions(model)
+        if attention.uses_ulysses(model.is_causal)
+        and not (parallel.softmax_exchange == "auto" and attention.reads_neighbor(shortest))
+    ]
     keys = [key for key, attention in ulysses if not attention.supports_ring_attention]
     softmax = [key for key, attention in ulysses if attention.supports_ring_attention]
     if keys:

@@ -26,15 +26,15 @@ class _CacheEntry(NamedTuple):
 
 
 _cache: list[_CacheEntry] = []
-"""The last two tensors of positions: those of a shard, and those of the whole sequences gathered from it."""
+"""The last three tensors of positions: a shard's, with those before it, and of the whole sequences."""
 
 
 def cached_for_positions(positions: Tensor, name: Hashable, make: Callable[[Tensor], Made]) -> Made:
     """`make(positions)`, cached so that all layers of a micro-batch, which get the same tensor, share it.
 
-    name: key of the value, with all else that it depends on. The cache holds two tensors of positions, and drops those
-    that are modified or freed. It is bypassed in compiled or captured graphs, which may run on other positions, and in
-    inference mode, whose tensors training could not use.
+    name: key of the value, with all else that it depends on. The cache holds three tensors of positions, and drops
+    those that are modified or freed. It is bypassed in compiled or captured graphs, which may run on other positions,
+    and in inference mode, whose tensors training could not use.
     """
     if is_graph(positions) or torch.is_inference_mode_enabled() or positions.is_inference():
         return make(positions)
@@ -44,7 +44,7 @@ def cached_for_positions(positions: Tensor, name: Hashable, make: Callable[[Tens
             break
     else:
         entry = _CacheEntry(weakref.ref(positions, _evict), version, {})
-        _cache[:] = [entry, *_cache[:1]]
+        _cache[:] = [entry, *_cache[:2]]
     if name not in entry.values:
         entry.values[name] = make(positions)
     return entry.values[name]
@@ -129,6 +129,26 @@ def pad_positions(positions: Tensor, count: int) -> Tensor:
     """Positions extended by `count` tokens of the last document."""
     more = torch.arange(1, count + 1, device=positions.device)
     return torch.cat([positions, positions[:, -1:] + more], 1)
+
+
+def positions_with_halo(positions: Positions, count: int, q: Tensor, *, is_first: bool) -> Positions:
+    """Positions (B, count + N) of a shard's queries q (B, H, N, d) and of the `count` tokens before them.
+
+    is_first: there are none before this shard. Tokens before its first document count as documents of their own.
+    """
+    if isinstance(positions, int) and not is_first:
+        return positions - count
+
+    def extended(of_shard: Tensor) -> Tensor:
+        if is_first:  # a document may begin before the sequence
+            of_shard = of_shard.minimum(torch.arange(q.shape[2], device=q.device))
+        before = torch.arange(-count, 0, device=q.device)
+        at = of_shard[:, :1] + before
+        return torch.cat([torch.where(at < 0, before + count, at), of_shard], 1)
+
+    if isinstance(positions, int):
+        return extended(token_positions(positions, q.shape[2], q.device).expand(len(q), -1))
+    return cached_for_positions(positions, (positions_with_halo, count, is_first), extended)
 
 
 def began_before(positions: Positions, length: int, device: torch.device) -> Tensor:

@@ -43,6 +43,9 @@ MECHANISMS = {name: name for name in PRESETS if is_sharded_by_tokens_and_heads(n
     },
     "selected, each token": {"preset": "selected", **merged(CHOSEN, {"selection": {"unit": "token"}})},
     "simple_gla": {"mechanism": "simple_gla"},
+    "a sliding window": {"preset": "softmax", "window": BLOCK + 1},
+    "a sliding window, longer than the shortest shards": {"preset": "softmax", "window": 2 * BLOCK},
+    "a sliding window with a soft cap": {"preset": "softmax", "window": 3, "softcap": 5.0},
     TWO_BLOCKS: {
         "preset": "flurka",
         "compression": {"block_size": BLOCK, "rank": 2, "per_head": True},

@@ -68,6 +68,13 @@ def test_context_parallel_traffic_is_planned(attention):
     check_traffic(*(case(attention, 1024, parallel={"context": 2}, training=each) for each in trainings))
 
 
+@pytest.mark.parametrize("exchange", ["auto", "heads", "ring"])
+def test_traffic_of_sliding_windows_is_planned(exchange):
+    parallel = {"context": 2, "softmax_exchange": exchange}
+    layers = ({"preset": "softmax", "window": window} for window in (16, 700))
+    check_traffic(*(case(layer, 1024, parallel=parallel) for layer in layers))
+
+
 def test_shared_key_heads_are_sent_once_unless_ulysses_has_to_repeat_them():
     heads = {"flurka": 2, "softmax": 1}
     parts = [(name, {"num_kv_heads": count}) for name, count in heads.items()]

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from megakernel.config import Attention, Config, Model, data_parallel_size
+from megakernel.config.parallel import SoftmaxExchange
 from megakernel.config.training import Recompute
 from megakernel.parallel.exchange_method import shards_per_machine
 
@@ -119,6 +120,8 @@ class PlannedJob:
     def uses_ring(self, attention: Attention) -> bool:
         """Whether attention between context ranks is ring attention instead of Ulysses."""
         wanted = self.config.parallel.softmax_exchange
+        if wanted == "auto" and attention.reads_neighbor(self.cp_shard):
+            return False
         divides = self.heads % self.layout.context == 0
         return attention.supports_ring_attention and (wanted == "ring" or (wanted == "auto" and not divides))
 
@@ -191,10 +194,13 @@ class PlannedJob:
         from .part_costs import PartShape  # after `_meter` has set the device, which libraries read on import
 
         is_layer = isinstance(part, int)
-        ring = False
+        exchange: SoftmaxExchange = "auto"
         if isinstance(part, int) and layout.context > 1:
             attention = self.model.layer_attention(part)
-            ring = attention.selection is not None or self.uses_ring(attention)
+            if attention.selection is not None or self.uses_ring(attention):
+                exchange = "ring"
+            elif self.config.parallel.softmax_exchange == "heads":
+                exchange = "heads"
         # Embedding and head treat every token separately; a classifier's head treats sequences.
         by_token = not is_layer and self.model.classifier is None
         shape = PartShape(
@@ -204,7 +210,7 @@ class PlannedJob:
             sequence_parallel=layout.sequence_parallel,
             context=layout.context if is_layer else 1,
             recompute=layout.recompute if is_layer else "none",
-            softmax_exchange="ring" if ring else "auto",
+            softmax_exchange=exchange,
             on_gpu=self.on_gpu,
             shards_per_machine=shards_per_machine(
                 range(0, layout.context * layout.tensor, layout.tensor), self.per_machine

@@ -161,14 +161,16 @@ class CostMeter:
         return half.extrapolated(whole, shape.tokens / (size // 2) - 1)
 
     def _direct_tokens(self, part: Part) -> int:
-        """Sequences of up to this many tokens are run directly; it is several chunks of a part with chunks."""
+        """Sequences of up to this many tokens are run directly; it is several chunks or windows of a part with them."""
         training = self.config.training
         if part == "last":
             # Enough that hidden states take more memory than the head's gradient, as in all longer sequences.
             rows, size = self.config.model.padded_vocab_size(self.vocab_size), training.loss_chunk_size
             return 4 * size * -(-rows // size)
-        chunk = training.mlp_chunk_size
-        return max(DIRECT_TOKENS, 4 * 2 ** (chunk - 1).bit_length() if chunk else 0)
+        chunks = [training.mlp_chunk_size]
+        if isinstance(part, int):
+            chunks.append(self.config.model.layer_attention(part).window)
+        return max([DIRECT_TOKENS, *(4 * 2 ** (chunk - 1).bit_length() for chunk in chunks if chunk)])
 
     def _operations(self, part: Part, shape: PartShape, tokens: int) -> float:
         """About how many operations the part takes for this many tokens."""

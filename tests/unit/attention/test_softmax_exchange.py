@@ -1,11 +1,11 @@
-"""Context-parallel softmax: exchange of heads if they divide (Ulysses), otherwise ring attention."""
+"""Context-parallel softmax: a window's tokens of the shard before, else heads if they divide (Ulysses), else a ring."""
 
 import pytest
 import torch
 
 from megakernel import attention
 from megakernel.attention import AttentionInputs
-from tests.unit.attention.shards import ThreadShard, in_shards
+from tests.unit.attention.shards import ThreadShard, check_shards, in_shards
 
 SIZE, TOKENS, WIDTH = 2, 4, 4
 
@@ -20,6 +20,10 @@ class RecordingShard(ThreadShard):
     def tokens_to_heads(self, x):
         self.exchanges.add("heads")
         return super().tokens_to_heads(x)
+
+    def previous_tokens(self, x, count):
+        self.exchanges.add(f"{count} tokens")
+        return super().previous_tokens(x, count)
 
     def start_rotation(self, tensors):
         self.exchanges.add("ring")
@@ -51,6 +55,50 @@ def exchanges_used(heads, exchange, preset="softmax"):
 )
 def test_softmax_exchanges_heads_if_they_divide_unless_configured(heads, exchange, expected):
     assert exchanges_used(heads, exchange) == {expected}
+
+
+@pytest.mark.parametrize(
+    ("heads", "exchange", "window", "expected"),
+    [
+        (4, "auto", 3, "2 tokens"),
+        (3, "auto", TOKENS + 1, f"{TOKENS} tokens"),
+        (4, "auto", TOKENS + 2, "heads"),
+        (3, "auto", TOKENS + 2, "ring"),
+        (4, "heads", 3, "heads"),
+        (4, "ring", 3, "ring"),
+    ],
+)
+def test_windows_that_fit_in_a_shard_exchange_their_tokens_unless_configured(
+    heads, exchange, window, expected
+):
+    assert exchanges_used(heads, exchange, {"preset": "softmax", "window": window}) == {expected}
+
+
+def test_a_soft_capped_window_needs_no_heads_that_divide():
+    assert exchanges_used(3, "auto", {"preset": "softmax", "window": 3, "softcap": 20.0}) == {"2 tokens"}
+
+
+DOCUMENTS = {
+    "one document": None,
+    "documents": [[0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 0, 1], [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7]],
+    "a document each shard": [[0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3]] * 2,
+    "continued": [[5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5, 6], [*range(3, 15)]],
+}
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0], ids=["plain", "soft cap"])
+@pytest.mark.parametrize("window", [2, TOKENS, TOKENS + 1])
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_shards_of_a_window_have_the_outputs_and_gradients_of_the_whole(documents, window, softcap):
+    preset = {"preset": "softmax", "window": window, "softcap": softcap}
+    layer = attention.build(preset, num_heads=6, num_kv_heads=3, head_dim=WIDTH).double()
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, heads, 3 * TOKENS, WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
+        for heads in (6, 3, 3)
+    )
+    positions = None if DOCUMENTS[documents] is None else torch.tensor(DOCUMENTS[documents])
+    check_shards(layer, (q, k, v), 3, positions, attention.Rotary(WIDTH))
 
 
 @pytest.mark.parametrize(("exchange", "preset"), [("heads", "softmax"), ("auto", "gaussian")])

@@ -50,6 +50,18 @@ def test_ring_attention_with_softcap_is_refused():
     assert "parallel.softmax_exchange" not in problems(model=sections, parallel={"context": 2})
 
 
+def test_soft_capped_windows_need_no_heads_that_divide_if_a_shard_is_as_long():
+    parallel = {"context": 8}  # shards of 64 tokens
+
+    def found(window):
+        return problems(
+            model={"attention": {"preset": "softmax", "softcap": 50.0, "window": window}}, parallel=parallel
+        )
+
+    assert not found(65)
+    assert "does not divide the 4 heads" in found(66)["parallel.context"].reason
+
+
 def test_layers_rotate_according_to_the_pattern():
     sections = {"rope_pattern": ["local", "main", "none"], "local_rope": {"base": 100.0}, "num_layers": 4}
     model = config(model=sections).model
