@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -37,18 +37,23 @@ def without_interpreter(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def parts(value: object, name: str) -> Iterator[str]:
-    """Names of a kernel argument's parts at run time; None and 1 are compile-time constants and have none."""
+def parts(value: object, name: str, plain: bool) -> Iterator[str]:
+    """Names of a kernel argument's parts at run time; None and, unless `plain`, 1 are compile-time constants."""
     if isinstance(value, tuple):
         for part, field in zip(value, getattr(value, "_fields", map(str, range(len(value))))):
-            yield from parts(part, f"{name}_{field}")
-    elif value is not None and not (isinstance(value, int) and value == 1):
+            yield from parts(part, f"{name}_{field}", plain)
+    elif value is not None and (plain or not (isinstance(value, int) and value == 1)):
         yield name
 
 
-def with_names(text: str, arguments: Iterable[object], names: Iterable[str]) -> str:
-    """A kernel's TTIR with names for the numbered parts of tuples: %keys_3 becomes %keys_columns_row."""
-    expected = [x for value, name in zip(arguments, names) for x in parts(value, name)]
+def with_names(
+    text: str, arguments: Iterable[object], names: Iterable[str], plain: Collection[str] = ()
+) -> str:
+    """A kernel's TTIR with names for the numbered parts of tuples: %keys_3 becomes %keys_columns_row.
+
+    plain: arguments in which 1 is a number as any other (`do_not_specialize`).
+    """
+    expected = [x for value, name in zip(arguments, names) for x in parts(value, name, name in plain)]
     found = PARAMETER.findall(text.split("tt.func")[1].split("{\n")[0])
     assert len(found) == len(expected), (found, expected)
     named = dict(zip(found, expected))
@@ -118,7 +123,8 @@ def main() -> int:
             out = call()
             out.backward(torch.empty_like(out))
     for launch in launches:
-        text = with_names(ttir(launch, 90), launch.arguments, launch.kernel.arg_names)
+        plain = [one.name for one in launch.kernel.params if one.do_not_specialize]
+        text = with_names(ttir(launch, 90), launch.arguments, launch.kernel.arg_names, plain)
         name = f"{launch.kernel.__module__}.{launch.kernel.__name__}".removeprefix("megakernel.ops.")
         print(json.dumps([name, products(text), sorted(reused(text))]))
     return 0

@@ -31,7 +31,11 @@ class Groups(NamedTuple):
     """(J, R) int32: the queries' indices in their sequence; -1 where there is none."""
 
     ends: Any
-    """(B H_kv S,) int32: number of groups of this block and of those before it."""
+    """(B H_kv S,) int32: number of groups of this block and of those before it; (k' B H_kv S,) where the groups are
+    those of one place of the lists after the other."""
+
+    places: Any
+    """(k' + 1,) int32: number of groups before those of each place of the lists, and of all of them."""
 
     starts: Any
     """(B, S) int32: index of each block's first key."""
@@ -158,14 +162,17 @@ def tile_of(pointer, place, exists, D: tl.constexpr, DP: tl.constexpr):
     return pointer + (place[:, None] * D + column[None, :]), exists[:, None] & (column < D)[None, :]
 
 
-@triton.jit
-def fwd(reads, out, lse, META: tl.constexpr):
-    """Add the block of each group to out (B, H, N, D) float32, normalized, and to lse (B, H, N) float32, in log 2."""
-    group = tl.program_id(0)
+@triton.jit(do_not_specialize=["list_place"])
+def fwd(reads, out, lse, list_place, META: tl.constexpr):
+    """Add the blocks in one place of the lists to out (B, H, N, D) float32, normalized, and lse (B, H, N), in log 2.
+
+    Program: a group of this place, if there are as many.
+    """
+    group = tl.load(reads.groups.places + list_place) + tl.program_id(0)
+    if group >= tl.load(reads.groups.places + list_place + 1):
+        return
     block = load_block(reads, tl.load(reads.groups.items + group), META)
     place, token, head, exists = rows_of_group(reads, group, block, META)
-    if tl.max(token, 0) < 0:
-        return
     b_q = gather(reads.q, block.batch, head, token, exists, META.width, META.padded_width)
     ptrs, mask = tile_of(out, place, exists, META.value_dim, META.padded_value_dim)
     b_o = tl.load(ptrs, mask=mask, other=0.0)
@@ -183,14 +190,14 @@ def fwd(reads, out, lse, META: tl.constexpr):
     tl.store(lse + place, lse_after, mask=exists)
 
 
-@triton.jit
-def bwd_dq(reads, do, lse, delta, dq, META: tl.constexpr):
-    """Add the block of each group to dq (B, H, N, d) float32."""
-    group = tl.program_id(0)
+@triton.jit(do_not_specialize=["list_place"])
+def bwd_dq(reads, do, lse, delta, dq, list_place, META: tl.constexpr):
+    """Add the blocks in one place of the lists to dq (B, H, N, d) float32. Program: as in `fwd`."""
+    group = tl.load(reads.groups.places + list_place) + tl.program_id(0)
+    if group >= tl.load(reads.groups.places + list_place + 1):
+        return
     block = load_block(reads, tl.load(reads.groups.items + group), META)
     place, token, head, exists = rows_of_group(reads, group, block, META)
-    if tl.max(token, 0) < 0:
-        return
     b_q = gather(reads.q, block.batch, head, token, exists, META.width, META.padded_width)
     b_do = gather(do, block.batch, head, token, exists, META.value_dim, META.padded_value_dim)
     b_lse = tl.load(lse + place, mask=exists, other=0.0)

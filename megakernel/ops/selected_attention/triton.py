@@ -5,10 +5,10 @@ kinds of kernels the log-sum-exp over all.
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel.ops.documents import window_reach
@@ -187,8 +187,10 @@ def window_backward(
 
 def _add_blocks(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: BlockReads) -> None:
     """Add what queries read of these keys to out (B, H, N, D) float32 and lse, in place."""
-    for reads, meta in _launches_by_place(q, k, v, blocks):
-        launch(kernels.fwd, (len(reads.groups.items),), reads, out, lse, META=meta, **LAUNCH)
+    reads, meta, programs = _arguments(q, k, v, blocks, by_place=True)
+    # One launch after the other: a query is in one group of each place, and nothing is added to a row twice at once.
+    for place in range(blocks.lists.shape[-1]):
+        launch(kernels.fwd, (programs,), reads, out, lse, place, META=meta, **LAUNCH)
 
 
 def _add_gradients(
@@ -204,9 +206,10 @@ def _add_gradients(
     """Add to the queries' gradient, and write those of keys and values, which are zeros; all float32, in place."""
     dq, dk, dv = gradients
     do = Rows.of(grad)
-    for reads, meta in _launches_by_place(q, k, v, blocks):
-        launch(kernels.bwd_dq, (len(reads.groups.items),), reads, do, lse, delta, dq, META=meta, **LAUNCH)
-    reads, meta = _launch_of(q, k, v, blocks)
+    reads, meta, programs = _arguments(q, k, v, blocks, by_place=True)
+    for place in range(blocks.lists.shape[-1]):
+        launch(kernels.bwd_dq, (programs,), reads, do, lse, delta, dq, place, META=meta, **LAUNCH)
+    reads, meta, _ = _arguments(q, k, v, blocks, by_place=False)
     launch(kernels.bwd_dkv, (len(reads.groups.ends),), reads, do, lse, delta, dk, dv, META=meta, **LAUNCH)
 
 
@@ -246,21 +249,25 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | Non
 forward.register_autograd(_differentiate, setup_context=_save)
 
 
-def _launches_by_place(q: Tensor, k: Tensor, v: Tensor, blocks: BlockReads) -> Iterator[tuple[Reads, Sizes]]:
-    """For each place of the lists, the arguments of a launch in which no query is in two groups."""
-    for place in range(blocks.lists.shape[-1]):
-        yield _launch_of(q, k, v, blocks._replace(lists=blocks.lists[..., place : place + 1]))
+def _arguments(
+    q: Tensor, k: Tensor, v: Tensor, blocks: BlockReads, by_place: bool
+) -> tuple[Reads, Sizes, int]:
+    """The arguments of the kernels, their compile-time options, and the most groups of a place of the lists.
 
-
-def _launch_of(q: Tensor, k: Tensor, v: Tensor, blocks: BlockReads) -> tuple[Reads, Sizes]:
-    """The arguments of the kernels, and their compile-time options."""
+    by_place: make the groups of one place of the lists after the other, instead of those of all places together.
+    """
     lists, starts, block_size = blocks
     kv_heads, width = k.shape[1], q.shape[-1]
     group, length, count = q.shape[1] // kv_heads, q.shape[2], starts.shape[1]
-    size = max(1, ROWS[q.element_size()] // group)
-    readers = readers_of(lists.flatten(0, 1), count, size)
+    size, total = max(1, ROWS[q.element_size()] // group), len(k) * kv_heads * count
+    # All places are grouped at once: a launch for each place would cost a host some forty operations.
+    sequences = lists.movedim(-1, 0)[..., None].flatten(0, 2) if by_place else lists.flatten(0, 1)
+    readers = readers_of(sequences, count, size)
     tokens = torch.where(readers.exists, readers.queries % length, -1)
-    items, tokens, ends = (x.to(torch.int32) for x in (readers.items, tokens, readers.ends))
+    ends = readers.ends.to(torch.int32)
+    places = F.pad(ends[total - 1 :: total], (1, 0))
+    groups = Groups((readers.items % total).to(torch.int32), tokens.to(torch.int32), ends, places, starts)
     meta = Sizes(size, group, block_size, width, v.shape[-1], width**-0.5, width**-0.5 / math.log(2))
-    groups = Groups(items, tokens, ends, starts)
-    return Reads(Rows.of(q), Rows.of(k), Rows.of(v), groups, length, k.shape[2], kv_heads, count), meta
+    queries = len(k) * kv_heads * length
+    reads = Reads(Rows.of(q), Rows.of(k), Rows.of(v), groups, length, k.shape[2], kv_heads, count)
+    return reads, meta, min(queries, -(-queries // size) + total)
