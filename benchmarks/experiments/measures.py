@@ -67,8 +67,15 @@ class Plain(Measure):
 
     def text(self, value: Value) -> str:
         """The value, by default in the format of `PLAIN`."""
-        usual = self.model_copy(update={"format": self.format or PLAIN[self.measure][1]})
-        return super(Plain, usual).text(value)
+        return super(Plain, self._formatted).text(value)
+
+    def mean(self, values: Sequence[Value]) -> str:
+        """The mean over seeds in the same format."""
+        return super(Plain, self._formatted).mean(values)
+
+    @property
+    def _formatted(self) -> "Plain":
+        return self.model_copy(update={"format": self.format or PLAIN[self.measure][1]})
 
 
 class Runs(Measure):

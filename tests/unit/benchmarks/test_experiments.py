@@ -17,6 +17,7 @@ from benchmarks.experiments.measures import (
     Buckets,
     FirstStep,
     Measure,
+    Plain,
     TaskNumber,
     state_size,
 )
@@ -496,6 +497,7 @@ def test_means_over_seeds_have_sample_deviations():
     assert Measure(format=",").mean([400, 1400, 400]) == "400, 1,400"
     assert Measure(format=".1%", bold=True).mean([None]) == ""
     assert Measure().mean([True]) == "yes"
+    assert Plain(measure="forward_mflops").mean([0.16613376, 0.16613376]) == "0.166 ± 0.000"
 
 
 def test_rows_over_seeds_are_one_with_their_number(tmp_path):
