@@ -38,8 +38,8 @@ class Document(NamedTuple):
 
     @property
     def content(self) -> bytes:
-        """The UTF-8 bytes of its texts."""
-        return "".join(self.texts).encode()
+        """The UTF-8 bytes of its texts, by which it is split: of a pair the source, whatever its translations."""
+        return "".join(self.texts[:1] if self.is_pair else self.texts).encode()
 
 
 @dataclass(frozen=True)

@@ -131,12 +131,19 @@ def convert_attention(source: WholeTensors, before: Model, after: Model) -> Deri
     tensors keep the new model's initial values.
 
     before: the checkpoint's model; after: a model of the same sizes.
-    Raises UserError if a layer's E and F cannot be converted.
+    Raises UserError if a layer's E and F cannot be converted, or if an encoder has another number of layers.
     """
+    # Layers are named by their places, and a decoder's come after its encoder's.
+    if before.encoder_layers != after.encoder_layers:
+        raise UserError(
+            f"init.from has a model with {before.encoder_layers} layers in its encoder, and this one has "
+            f"{after.encoder_layers}, so that its decoder's layers would get weights of others; give a run with as many"
+        )
+    crosses_alike = _cross_attention(before) == _cross_attention(after)
     recipes = {
         name: Recipe((name,))
         for name in source.names
-        if not is_of_mechanism(name) or (before.encoder == after.encoder and MECHANISM not in name)
+        if not is_of_mechanism(name) or (crosses_alike and MECHANISM not in name)
     }
     layers = sorted(int(name.removesuffix(_QKV)) for name in source.names if name.endswith(_QKV))
     for index, number in enumerate(layers):
@@ -146,6 +153,10 @@ def convert_attention(source: WholeTensors, before: Model, after: Model) -> Deri
             old_sources = tuple(prefix + source for source in recipe.sources)
             recipes[prefix + name] = recipe._replace(sources=old_sources)
     return DerivedTensors(source, recipes)
+
+
+def _cross_attention(model: Model) -> Attention | None:
+    return None if model.encoder is None else model.encoder.cross_attention
 
 
 def _core_recipes(old_names: set[str], before: Model, after: Model, index: int) -> dict[str, Recipe]:

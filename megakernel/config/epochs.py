@@ -24,7 +24,12 @@ def with_steps(tree: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     data.train. Where something is wrong, the tree has one step, so that all other keys can be checked.
     """
     training = tree.get("training")
-    if not isinstance(training, Mapping) or training.get("epochs") is None:
+    if not isinstance(training, Mapping):
+        return tree, []
+    if (tokens := training.get("tokens")) is not None and (kind := _kind_of_two_sequences(tree.get("model"))):
+        reason = f"is turned into steps by one sequence a sample, and {kind} has two"
+        return tree, [Problem("training.tokens", tokens, reason, "set training.steps or training.epochs")]
+    if training.get("epochs") is None:
         return tree, []
     epochs, problems, steps = training["epochs"], [], 1
     try:
@@ -74,6 +79,17 @@ def _samples(corpus: Corpus, seq_len: int, model: Any, epochs: Any) -> int:
     if isinstance(model, Mapping) and model.get("kind") == "encoder_decoder":
         return documents // 2  # a text and its translation
     return (tokens - 1) // seq_len
+
+
+def _kind_of_two_sequences(model: Any) -> str | None:
+    """The key of a model whose samples are two sequences; None: a sample is one."""
+    if not isinstance(model, Mapping):
+        return None
+    if model.get("kind") == "encoder_decoder":
+        return "model.kind: encoder_decoder"
+    classifier = model.get("classifier")
+    is_of_two = isinstance(classifier, Mapping) and classifier.get("documents") == 2
+    return "model.classifier.documents: 2" if is_of_two else None
 
 
 def _problem(epochs: Any, reason: str, remedy: str) -> ConfigError:

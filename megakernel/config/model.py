@@ -366,6 +366,11 @@ class Model(Section):
         """The self-attention of each layer."""
         return [self.layer_attention(layer) for layer in range(self.all_layers)]
 
+    @property
+    def mechanisms(self) -> list[Attention]:
+        """`attentions`, and the cross attention of an encoder-decoder."""
+        return self.attentions + ([] if self.encoder is None else [self.encoder.cross_attention])
+
     def for_seq_len(self, seq_len: int | None) -> "Model":
         """The model for sequences of `seq_len` tokens, if its rotary frequencies depend on that."""
         return self.model_copy(update={"rope_scaling": self.rope_scaling.for_seq_len(seq_len)})

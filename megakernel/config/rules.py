@@ -310,6 +310,15 @@ def _encoder_decoders_are_trained_plainly(
         yield Problem("logging.analysis_every", logging.analysis_every, reason, "remove it")
 
 
+def _stages_count_tokens_of_one_sequence(data: Data, model: Model) -> Iterator[Problem]:
+    if model.sequences_per_sample == 1:
+        return
+    for number, stage in enumerate(data.stages):
+        if stage.from_tokens is not None:
+            reason = "is turned into steps by one sequence a sample, and those of this model have two"
+            yield Problem(f"data.stages.{number}.from_tokens", stage.from_tokens, reason, "set from_step")
+
+
 def _data_stages_follow_each_other(data: Data, training: Training) -> Iterator[Problem]:
     before = 0
     for stage, mixture in zip(data.stages, mixtures(data, training)[1:]):
@@ -398,16 +407,26 @@ def _layers_can_have_float8_products(
     if parallel.zero_stage == 3:
         reason = "gathers weights by hooks of matrices, which float8 products leave out"
         yield Problem("parallel.zero_stage", 3, reason, "set at most 2, or training.fp8: none")
-    sizes = {
-        "hidden_size": model.hidden_size,
-        "ffn_hidden_size": model.ffn_size // parallel.tensor,
-        "head_dim": model.num_heads * model.head_size // parallel.tensor,
-    }
-    for name, size in sizes.items():
+    for name, size in _float8_sides(model, training, parallel):
         if size % FLOAT8_UNIT:
-            of = "" if name == "hidden_size" else " on a tensor rank"
-            reason = f"multiplies matrices whose sides are multiples of {FLOAT8_UNIT}, and one has {size}{of}"
-            yield Problem(key, fp8, reason, f"set none, or another model.{name}")
+            reason = f"multiplies matrices whose sides are multiples of {FLOAT8_UNIT} on a rank, and one has {size}"
+            yield Problem(key, fp8, reason, f"set none, or another {name}")
+            return
+
+
+def _float8_sides(model: Model, training: Training, parallel: Parallel) -> Iterator[tuple[str, int]]:
+    """Keys, and the sides of the matrices of layers that they determine on one rank; gradients are sums over tokens."""
+    head, ranks = model.head_size, parallel.tensor
+    yield "model.hidden_size", model.hidden_size
+    yield "model.ffn_hidden_size", model.ffn_size // ranks
+    yield "model.head_dim", model.num_heads * head // ranks
+    for attention in model.mechanisms:
+        yield "model.head_dim", (attention.keys_per_head + 1) * model.kv_heads * head // ranks
+    for phase in training.phases:
+        rows = phase.training.micro_batch_size
+        yield f"{phase.key}.micro_batch_size", rows * phase.training.seq_len // parallel.context
+        if training.mlp_chunk_size is not None:
+            yield "training.mlp_chunk_size", rows * training.mlp_chunk_size
 
 
 def _transfer_has_no_dropout(objective: Objective, model: Model) -> Iterator[Problem]:
@@ -463,7 +482,7 @@ def _frozen_weights_are_supported(
     if optimizer.updates is not None and "gate" in optimizer.updates.targets and not model.is_mlp_gated:
         reason = f"names a matrix that an MLP with activation: {model.activation} does not have"
         yield Problem("optimizer.lora.targets", optimizer.updates.targets, reason, "leave gate out")
-    if optimizer.trained == "mechanism" and all(a.is_bare_softmax for a in model.attentions):
+    if optimizer.trained == "mechanism" and all(a.is_bare_softmax for a in model.mechanisms):
         reason = "leaves nothing to train: softmax attention has no weights of its own"
         yield Problem("optimizer.trained", optimizer.trained, reason, "set all or another model.attention")
 

@@ -57,10 +57,10 @@ class Config(Section):
     """Further DeepSpeed configuration, merged over Megakernel's; keys that other sections determine are refused."""
 
     @property
-    def learned_positions(self) -> int | None:
-        """The number of learned positions; None: sequences may have any length."""
+    def most_positions(self) -> int | None:
+        """Positions that the model has parameters for; None: sequences may have any length."""
         return (
-            (self.model.max_positions or self.training.seq_len) if self.model.position == "learned" else None
+            self.model.max_positions or self.training.seq_len if self.model.has_position_parameters else None
         )
 
     @property

@@ -34,7 +34,7 @@ class ScoringModel(TemplateLM):
         """progress: called with the requests done, and all of one kind."""
         super().__init__()
         self._subject, self._progress, self._continue_texts = subject, progress, continue_texts
-        self._limit = subject.config.learned_positions
+        self._limit = subject.config.most_positions
         self.requests = 0
         """Texts so far."""
 

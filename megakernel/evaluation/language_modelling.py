@@ -270,7 +270,7 @@ def check_length(config: Config, corpora: Corpora, split: str = "validation", re
 def _check_draws(draws: int, source: OpenedRun) -> None:
     if draws < 1:
         raise UserError(f"draws={draws} leaves nothing to average; give --draws 1 or more")
-    if not any(layer.redraws for layer in source.config.model.attentions):
+    if not any(layer.redraws for layer in source.config.model.mechanisms):
         raise UserError(
             f"draws={draws}: no layer of {source.folder} has noise that training redraws, so all draws would be the "
             "same; leave out --draws"

@@ -127,11 +127,11 @@ def load_run(source: OpenedRun) -> LoadedRun:
 
 
 def check_positions(config: Config, seq_len: int, key: str) -> None:
-    """UserError for sequences longer than learned positions; key: the option of the length, for errors."""
-    limit = config.learned_positions
+    """UserError for sequences longer than `Config.most_positions`; key: the option of the length, for errors."""
+    limit = config.most_positions
     if limit is not None and seq_len > limit:
         raise UserError(
-            f"{key}={seq_len} exceeds the model's {limit} learned positions; give at most {limit}"
+            f"{key}={seq_len} exceeds the {limit} positions that the model has weights for; give at most {limit}"
         )
 
 

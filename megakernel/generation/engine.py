@@ -351,7 +351,7 @@ def _with_logprobs(tokens: Sequence[int], logits: Tensor, count: int) -> list[Ch
 
 def position_limit(config: Config) -> int | None:
     """The limit of learned positions on prompt and new tokens together; None: no limit."""
-    positions = config.learned_positions
+    positions = config.most_positions
     return None if positions is None else positions + 1  # the last new token is not read
 
 

@@ -34,10 +34,11 @@ class SourceLayer(TransformerLayer):
 
     def forward(self, inputs: LayerInputs) -> LayerInputs:
         """Hidden states (N, 2 E, C) to hidden states, of which the targets' are the same."""
-        hidden, positions, labels, num_targets, *numbers = inputs
+        hidden, positions, *rest = inputs
         sources, targets = _rows(hidden, 1)
-        own = [_rows(x, 0)[0] for x in (positions, *numbers)]
-        sources = self.encode(sources, own[0], labels, num_targets, *own[1:])
+        counts, numbers = rest[:2], rest[2:]  # labels and numbers of targets are those of examples
+        own = (_rows(x, 0)[0] for x in numbers)
+        sources = self.encode(sources, _rows(positions, 0)[0], *counts, *own)
         return (_joined(sources, targets), *inputs[1:])
 
     def encode(self, *inputs: Tensor) -> Tensor:

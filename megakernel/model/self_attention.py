@@ -90,7 +90,10 @@ class SelfAttention(nn.Module):
         """Rows of the fused projection per key head on this rank: of queries, keys and values."""
         self.cp_shard = mesh.new_cp_shard()
         self.isolate_documents = settings.isolate_documents
-        self.pads = model.classifier is not None or index < model.encoder_layers
+        # A decoder's padding stands behind its tokens, which do not see it, but the M-step counts queries.
+        counts_queries = config.mixture is not None and config.mixture.m_step
+        pads_targets = model.encoder is not None and counts_queries
+        self.pads = model.classifier is not None or index < model.encoder_layers or pads_targets
         self.recompute = settings.recompute == "selective"
         self.traced = outside_graphs(config, self.cp_shard.size) is None
         """Whether torch.compile takes the mechanism into the layer's graph."""

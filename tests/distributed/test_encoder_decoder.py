@@ -5,11 +5,15 @@ import random
 from functools import cache
 
 import pytest
+import torch
 
 from launch.cli import main
+from megakernel.checkpoint.files import CheckpointTensors
+from megakernel.checkpoint.trained_run import find_checkpoint
+from megakernel.checkpoint.whole_tensors import WEIGHT
 from megakernel.evaluation import evaluate_run
 from megakernel.evaluation.translation import TranslationScore
-from tests.distributed.processes import run_ranks
+from tests.distributed.processes import RankFailedError, run_ranks
 from tests.distributed.training_run import (
     assert_losses_close,
     assert_resumed_bit_identically,
@@ -135,6 +139,30 @@ def test_a_decoder_starts_from_the_weights_of_another_mechanism(one_process, pai
     same = train(config, 1, f"init.from={config.parent / 'run'}", *still, "run.name=same")
     assert scalars(same, "eval/loss")[0] == pytest.approx(scalars(lines, "eval/loss")[-1], rel=1e-6)
     assert scalars(started, "eval/loss")[0] != scalars(same, "eval/loss")[0]
+
+
+def test_another_encoder_keeps_the_mechanism_of_cross_attention(one_process, pairs, tmp_path):
+    config, _ = one_process("FLuRKA")
+    start, still = f"init.from={config.parent / 'run'}", ("optimizer.lr=1e-30", f"run.root={tmp_path}")
+    train(config, 1, start, "model.encoder.attention=linear", *still)
+    before, after = (
+        CheckpointTensors(find_checkpoint(folder / "run")) for folder in (config.parent, tmp_path)
+    )
+    names = {name for name in before.names if ".cross_attention.core." in name}
+    assert names
+    assert names <= after.names
+    for name in names:
+        assert torch.equal(after.read(name, [WEIGHT])[WEIGHT], before.read(name, [WEIGHT])[WEIGHT]), name
+
+
+def test_weights_of_an_encoder_with_more_layers_are_refused(one_process, tmp_path):
+    config, _ = one_process("softmax")
+    start = (f"init.from={config.parent / 'run'}", f"run.root={tmp_path}")
+    with pytest.raises(
+        RankFailedError,
+        match=r"UserError: init\.from has a model with 2 layers in its encoder, and this one has 1, .*; give",
+    ):
+        train(config, 1, *start, "model.encoder.num_layers=1")
 
 
 @pytest.mark.second

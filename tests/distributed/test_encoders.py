@@ -11,6 +11,7 @@ from launch.cli import main
 from megakernel.checkpoint.files import CheckpointTensors
 from megakernel.checkpoint.trained_run import find_checkpoint
 from megakernel.checkpoint.whole_tensors import WEIGHT
+from megakernel.config import UserError
 from megakernel.evaluation import evaluate_run
 from tests.distributed.processes import run_ranks
 from tests.distributed.training_run import (
@@ -175,6 +176,15 @@ def test_evaluating_a_run_gives_the_metrics_of_training(model, one_process):
     # The sums are grouped differently.
     assert loss == pytest.approx(scalars(lines, "eval/loss")[-1], rel=1e-5)
     assert [accuracy] == pytest.approx(scalars(lines, "eval/accuracy")[-1:] or [None])
+
+
+@pytest.mark.parametrize("model", tiered(["masked_lm on shared landmarks", "classifier"], ["classifier"]))
+def test_an_evaluation_of_longer_sequences_than_the_model_has_weights_for_is_refused(model, one_process):
+    config, _ = one_process(model)
+    with pytest.raises(
+        UserError, match=r"seq_len=65 exceeds the 64 positions that the model has weights for; give at"
+    ):
+        evaluate_run(config.parent / "run", seq_len=65)
 
 
 def _evaluate(folder, draws=None):

@@ -1,8 +1,12 @@
 """Constraints on the configuration of encoder-decoders."""
 
 import pytest
+import yaml
 
-from .trees import config, problems
+from megakernel.config import ConfigError, load
+from megakernel.config.section import merged
+
+from .trees import SMALLEST, config, problems
 
 MODEL = {"kind": "encoder_decoder", "encoder": {"num_layers": 2}, "attention": "softmax"}
 
@@ -75,3 +79,26 @@ def test_up_training_is_refused():
 def test_a_sample_is_two_sequences():
     model = config(model=MODEL).model
     assert (model.sequences_per_sample, model.special_ids) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    "model", [MODEL, {"kind": "classifier", "classifier": {"num_classes": 2, "documents": 2}}]
+)
+def test_tokens_of_two_sequences_are_not_turned_into_steps(model, tmp_path):
+    """The steps would follow from one sequence of each sample, and read twice the tokens that were asked for."""
+    stages = [{"from_tokens": 8192, "train": "data/y"}]
+    found = problems(model=model, data={"stages": stages})
+    assert found["data.stages.0.from_tokens"].remedy == "set from_step"
+    tree = merged(SMALLEST, {"model": model, "training": {"steps": None, "tokens": 1_000_000}})
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
+    with pytest.raises(
+        ConfigError, match=r"training\.tokens=1000000 is turned into steps by one .* two; set training"
+    ):
+        load(tmp_path / "run.yaml")
+
+
+def test_cross_attention_is_a_mechanism_that_can_be_trained_alone():
+    trained = {"optimizer": {"trained": "mechanism"}, "init": {"from": "x"}}
+    assert "optimizer.trained" in problems(model=MODEL, **trained)
+    hedgehog = {**MODEL, "encoder": {"num_layers": 2, "cross_attention": "hedgehog"}}
+    assert not problems(model=hedgehog, **trained)

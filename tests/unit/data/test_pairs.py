@@ -96,6 +96,17 @@ def test_copies_of_a_pair_are_in_the_same_split(tmp_path: Path):
     assert not set(pairs_of(tmp_path / "out", "train")) & set(pairs_of(tmp_path / "out", "validation"))
 
 
+def test_translations_of_one_text_are_in_the_same_split(tmp_path: Path):
+    """Or a text that is held out would be known from training, with another translation."""
+    others = [(source, f"{target}, again") for source, target in ROWS]
+    prepared(tmp_path / "out", [write_tsv(tmp_path / "rows.tsv", ROWS + others)], **KEYS)
+    train, validation = (
+        {source for source, _ in pairs_of(tmp_path / "out", split)} for split in ("train", "validation")
+    )
+    assert validation
+    assert not train & validation
+
+
 def test_a_manifest_of_an_earlier_version_holds_no_pairs(corpus: Path, tmp_path: Path):
     manifest = json.loads((corpus / "manifest.json").read_text())
     assert manifest.pop("pairs") is False

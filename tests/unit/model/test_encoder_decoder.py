@@ -4,9 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megakernel import attention as attention_layers
 from megakernel.config import Model
 from megakernel.model import IGNORED, LanguageModel, ModelSettings
 from megakernel.model.flops import forward_flops
+from megakernel.model.layer import attention_cores
 from megakernel.model.parameters import parameter_count
 
 VOCAB, WIDTH, HEADS, SIZE, LENGTH = 40, 32, 4, 8, 24
@@ -50,6 +52,32 @@ def batch(seed=0):
         positions[row, length:] = -1
     labels = torch.randint(VOCAB, (2, LENGTH), generator=draw).where(positions[1::2] >= 0, IGNORED)
     return tokens, positions, labels, torch.tensor([24 + 7])
+
+
+def padded_to(length):
+    """`batch` in sequences of `length` tokens."""
+    padding = (0, length - LENGTH)
+    tokens, positions, labels, count = batch()
+    fillers = ((tokens, 0), (positions, -1), (labels, IGNORED))
+    return *(F.pad(x, padding, value=value) for x, value in fillers), count
+
+
+def test_the_m_step_of_both_stacks_counts_no_padding(mesh):
+    """Its priors depend on the texts, not on how long sequences may be."""
+    mixture = {"preset": "mgk", "mixture": {"m_step": True}}
+    found = []
+    for length in (LENGTH, LENGTH + 16):
+        model = build(mesh, mixture, mixture, "softmax").train()
+        model(*padded_to(length))
+        attention_layers.finish_step(model, lambda x: x)
+        found.append([core.mixture.priors() for core in attention_cores(model).values()])
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+
+
+def test_hidden_states_are_those_of_targets(mesh):
+    model, (tokens, positions, labels, count) = build(mesh, *STACKS["softmax"]), batch()
+    with torch.no_grad():
+        assert torch.equal(model.hidden(tokens, positions), model.body((tokens, positions, labels, count))[0])
 
 
 def norm(x, weight):

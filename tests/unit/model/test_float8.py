@@ -115,6 +115,10 @@ def test_a_compiled_layer_has_float8_products_in_its_graph(mesh, scaling):
         ({"model": {"hidden_size": 72, "num_heads": 2, "head_dim": 64}}, "training.fp8"),
         ({"model": {"ffn_hidden_size": 344}}, "training.fp8"),
         ({"model": {"ffn_hidden_size": 352}, "parallel": {"tensor": 4}}, "training.fp8"),
+        ({"model": {"head_dim": 8, "num_heads": 2, "num_kv_heads": 1, "attention": "mlk"}}, "training.fp8"),
+        ({"training": {"seq_len": 30}}, "training.fp8"),
+        ({"training": {"seq_len_schedule": [{"until_step": 10, "seq_len": 40}]}}, "training.fp8"),
+        ({"training": {"mlp_chunk_size": 200}}, "training.fp8"),
     ],
 )
 def test_what_has_no_float8_products_is_refused(sections, key):
