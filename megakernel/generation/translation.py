@@ -106,10 +106,11 @@ class _Search:
         return beams.count == 1 or self.ended[-1].score >= beams.score(float(self.scores[0]), length)
 
     def best(self, beams: Beams) -> Translation:
-        """The best text: of those that have ended, or else of those that go on."""
-        if self.ended:
-            return self.ended[0]
+        """The text with the best score, of those that have ended and those that still go on."""
         score = beams.score(float(self.scores[0]), len(self.tokens[0]))
+        # A bad early end would otherwise hide a text that merely was not finished within the most tokens.
+        if self.ended and self.ended[0].score >= score:
+            return self.ended[0]
         return Translation(self.tokens[0], score, is_complete=False)
 
 
