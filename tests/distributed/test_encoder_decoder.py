@@ -209,12 +209,21 @@ def test_the_table_of_translations_says_what_was_cut():
     }
     place = {"task": "translation", "run": "runs/x", "step": 3, "signature": "tok:13a", "seq_len": 32}
     texts = (("one", "eins", "eins"),)
-    for unended, cut, expected in (
-        (0, 0, []),
-        (2, 1, ["without an end within 32 tokens: 2 translations", "cut at 32 tokens: 1 sources"]),
+    whole = {"unended": 0, "cut_sources": 0, "unknown_sources": 0, "unknown_references": 0, "distinct": 1}
+    unknown = "words unknown to the tokenizer, which BLEU takes as equal: in 3 references, 4 sources"
+    for changes, expected in (
+        ({}, []),
+        (
+            {"unended": 2, "cut_sources": 1},
+            ["without an end within 32 tokens: 2 translations", "cut at 32 tokens: 1 sources"],
+        ),
+        ({"unknown_references": 3, "unknown_sources": 4}, [unknown]),
     ):
-        score = TranslationScore(**numbers, **place, unended=unended, cut_sources=cut, texts=texts)
+        score = TranslationScore(**numbers, **place, **{**whole, **changes}, texts=texts)
         assert list(score.table().below[2:]) == expected
+        assert score.table().below[0].startswith("BLEU 20.00 of 1 pairs (50.0/")
+    score = TranslationScore(**numbers, **place, **whole, texts=texts * 3)
+    assert score.table().below[0].startswith("BLEU 20.00 of 3 pairs, 1 of them distinct, (50.0/")
 
 
 def test_a_model_that_does_not_translate_is_refused_by_the_task(corpus, tmp_path, capsys):
