@@ -216,7 +216,7 @@ class TranslationScore:
             below.append(f"cut at {self.seq_len:,} tokens: {self.cut_sources:,} sources")
         if self.unknown_references or self.unknown_sources:
             below.append(
-                f"words unknown to the tokenizer, which BLEU takes as equal: "
+                "words unknown to the tokenizer, which BLEU takes as equal: "
                 f"in {self.unknown_references:,} references, {self.unknown_sources:,} sources"
             )
         rows = self.texts[:SHOWN]

@@ -8,6 +8,7 @@ import pytest
 from data_pipeline import tokenizers
 from data_pipeline.corpus import Corpora
 from megakernel.config import Config, UserError
+from megakernel.evaluation.result import Table
 from megakernel.evaluation.run import parse
 from tests.unit.data.conftest import prepared
 
@@ -104,3 +105,15 @@ def test_byte_level_tokenizers_know_every_word(tmp_path):
     assert bytes_.unknown is None
     words.save(tmp_path)
     assert tokenizers.load(tmp_path).unknown == words.unknown
+
+
+def test_bars_and_newlines_of_texts_do_not_break_a_table_in_markdown():
+    table = Table("title", ("source", "translation"), [("a|b", "c\nd\r\ne")], total=("all", "|"))
+    assert table.markdown().splitlines() == [
+        "title",
+        "",
+        "| source | translation |",
+        "| --- | --- |",
+        r"| a\|b | c<br>d<br>e |",
+        r"| all | \| |",
+    ]
