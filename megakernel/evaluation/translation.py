@@ -10,6 +10,7 @@ from pydantic import Field
 from data_pipeline.pairs import TranslationPairs, check_pairs
 from megakernel.checkpoint.opened import OpenedModel
 from megakernel.config import UserError
+from megakernel.config.decoding import Beams
 from megakernel.config.extras import need
 from megakernel.config.section import Section
 
@@ -52,10 +53,10 @@ class TranslationOptions(Section):
     samples: int | None = Field(default=None, ge=1)
     """Pairs, the first ones of the split's order; null takes --samples, else training.eval_samples."""
 
-    beams: int = Field(default=4, ge=1, le=10_000)
+    beams: int = Field(default=Beams.count, ge=1, le=10_000)
     """Hypotheses that are continued at the same time; 1 takes the most likely token each time."""
 
-    length_penalty: float = Field(default=1.0, ge=0, le=100)
+    length_penalty: float = Field(default=Beams.length_penalty, ge=0, le=100)
     """Power of its number of tokens by which a text's log-probability is divided."""
 
     split: str = "validation"

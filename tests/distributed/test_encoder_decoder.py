@@ -180,6 +180,19 @@ def test_a_model_with_parameters_of_positions_writes_at_most_so_many_tokens(one_
         assert message in capsys.readouterr().err
 
 
+def test_a_source_longer_than_those_of_training_is_translated_and_named(one_process, tmp_path, capsys):
+    config, _ = one_process("softmax")
+    (tmp_path / "texts").write_text("".join(json.dumps({"prompt": "two " * n}) + "\n" for n in (31, 32)))
+    capsys.readouterr()
+    options = ["--prompts", str(tmp_path / "texts"), "--max-new-tokens", "2"]
+    assert main(["generate", str(config.parent / "run"), *options]) == 0
+    printed = capsys.readouterr()
+    lines = [json.loads(line) for line in printed.out.splitlines()]
+    assert [line["is_long"] for line in lines] == [False, True]
+    assert "longer than sources in training (training.seq_len=32): prompt 2\n" in printed.err
+    assert ("without an end" in printed.err) == (not all(line["is_complete"] for line in lines))
+
+
 def test_an_evaluation_of_translations_is_recorded_with_its_texts(one_process, capsys):
     config, _ = one_process("FLuRKA")
     run = config.parent / "run"

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megakernel.config import Model
-from megakernel.generation.translation import Beams, Translation, _Search, translate
+from megakernel.config.decoding import Beams
+from megakernel.generation.translation import Translation, _Search, translate
 from megakernel.model import LanguageModel, ModelSettings
 from megakernel.parallel import OneProcess
 
