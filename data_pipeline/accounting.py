@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from pydantic import BaseModel, Field
 
-from data_pipeline.files import TEXT_FILE, File
+from data_pipeline.files import CATALOG, TEXT_FILE, File
 from data_pipeline.rows import NOT_UNICODE
 from megakernel.config.errors import UserError
 
@@ -101,7 +101,7 @@ def describe_bad_rows(counts: Counts) -> list[str]:
 
 
 def describe_files(files: Sequence[File], left_out: dict[str, str]) -> list[str]:
-    """Lines that say which files were read as rows, which as texts, and which were left out and why."""
+    """Lines that say which files were read as rows or messages, which as texts, and which were left out and why."""
     groups: dict[tuple[int, str], list[str]] = {}
     for file in files:
         if (why := left_out.get(str(file.path))) is not None:
@@ -111,7 +111,8 @@ def describe_files(files: Sequence[File], left_out: dict[str, str]) -> list[str]
         elif file.format == TEXT_FILE:
             group = 1, f"read as text{_details(file)}"
         else:
-            group = 0, f"read as rows ({file.what})"
+            rows = "messages" if file.format == CATALOG else "rows"
+            group = 0, f"read as {rows} ({file.what})"
         groups.setdefault(group, []).append(str(file.path))
     common = os.path.commonpath([os.path.abspath(file.path.parent) for file in files]) if files else ""
     groups = {group: [os.path.relpath(name, common) for name in names] for group, names in groups.items()}

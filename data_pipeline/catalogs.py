@@ -5,7 +5,7 @@ from gettext import GNUTranslations
 from pathlib import Path
 
 from data_pipeline.document import Document
-from data_pipeline.files import File
+from data_pipeline.files import CATALOG, File
 from data_pipeline.rows import NOT_UNICODE
 from data_pipeline.sources import GETTEXT, DocumentSource, is_unicode, unreadable_as_user_error
 from megakernel.config.errors import UserError, first_line, nearest_first
@@ -14,8 +14,6 @@ FOLDER = "/usr/share/locale"
 """Where systems install catalogs."""
 
 _MESSAGES = "LC_MESSAGES"
-
-_CATALOG = "message catalog"
 
 _INSTALL = "install packages that bring some (Debian: apt-get install iso-codes git gnupg-l10n libc-l10n)"
 
@@ -29,7 +27,7 @@ class Catalogs(DocumentSource):
     def __init__(self, files: list[Path], language: str, folder: Path):
         """files: the catalogs. folder: where they are installed. Opens nothing yet."""
         super().__init__({"kind": GETTEXT, "language": language, "folder": str(folder), "files": len(files)})
-        self.files = tuple(File(path, _CATALOG, _CATALOG) for path in files)
+        self.files = tuple(File(path, CATALOG, CATALOG) for path in files)
 
     def _read(self) -> Iterator[Document]:
         seen: set[tuple[str, str]] = set()

@@ -37,6 +37,7 @@ CSV = "CSV"
 TSV = "TSV"
 PARQUET = "Parquet"
 ARROW = "Arrow"
+CATALOG = "message catalog"
 TEXT_FILE = "text"
 """Formats; all but the last are tables."""
 

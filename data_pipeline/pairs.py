@@ -65,13 +65,15 @@ class TranslationPairs(WholeDocuments):
         return np.concatenate([source[: self._seq_len - 1], self._eod])
 
 
-def check_pairs(corpora: Iterable[tuple[str, PreparedCorpus]]) -> None:
-    """UserError unless all corpora hold pairs; corpora: with the keys that name them."""
+def check_pairs(
+    corpora: Iterable[tuple[str, PreparedCorpus]], otherwise: str = "choose another model.kind"
+) -> None:
+    """UserError unless all corpora hold pairs; corpora: with the keys that name them. otherwise: another remedy."""
     for key, corpus in corpora:
         if not corpus.manifest.pairs:
             raise UserError(
                 f"{key}={corpus} holds no pairs of a text and its translation; prepare it with --second-text-key KEY, "
-                "or choose another model.kind"
+                f"or {otherwise}"
             )
 
 

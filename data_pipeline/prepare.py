@@ -452,7 +452,8 @@ def _summary(out: Path, manifest: Manifest, source: DocumentSource, counts: Coun
         listed = ", ".join(found) + (f" and {more} more" if more else "")
         yield f"  special tokens in texts: {listed or 'none'}"
     for reason, count in manifest.skipped.items():
-        yield f"  skipped {count:,} {'pairs' if manifest.pairs else 'documents'}: {reason}"
+        skipped = ("pair" if manifest.pairs else "document") + "s" * (count > 1)
+        yield f"  skipped {count:,} {skipped}: {reason}"
     for line in describe_bad_rows(counts):
         yield f"    {line}"
     for line in describe_files(source.files, counts.left_out):

@@ -60,6 +60,9 @@ class Tokenizer(ABC):
     chat_template: str | None = None
     """Jinja template that renders conversations; None if it has none."""
 
+    unknown: int | None = None
+    """The id of all that it has no other id for; None if it loses nothing in this way."""
+
     parse_special = False
     """Whether `encode_batch` reads the names of `special_tokens` in a text as these tokens."""
 
@@ -204,6 +207,9 @@ class HuggingFaceTokenizer(Tokenizer):
         self.bos = tokenizer.bos_token_id
         # If BOS is also the end-of-document token, it precedes every document anyway.
         self.add_bos = self._adds_bos_itself and self.bos != self.eod
+        # GPT-2's byte-level BPE names the token that ends documents, and never uses it for text.
+        if tokenizer.unk_token_id not in (self.eod, self.bos):
+            self.unknown = tokenizer.unk_token_id
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1
         self.chat_template = self._own_template
 

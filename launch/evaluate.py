@@ -154,4 +154,4 @@ def _print(result: "TaskResult") -> None:
     out.print(content.title, soft_wrap=True)
     out.print(table)
     for line in content.below:
-        out.print(line, style="bold")
+        out.print(line, style="bold", soft_wrap=True)

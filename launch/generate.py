@@ -2,13 +2,16 @@
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from launch.arguments import Number, add_model_arguments
+from launch.messages import printable
 from megakernel.config import UserError
+from megakernel.config.decoding import NEW_TOKENS, Beams
 
 HELP = "continue prompts, answer messages, or translate, with a trained model"
 EXAMPLE = "megakernel generate runs/demo --prompt 'def main' --max-new-tokens 200"
@@ -29,11 +32,11 @@ _SAMPLING: dict[str, Any] = {
 }
 """Options of texts that are continued, with their defaults; None stands for what is not given."""
 
-_NEW_TOKENS = 200
-"""Most tokens of a text, and of a translation, if nothing is given."""
-
-_BEAMS = {"beams": 4, "length_penalty": 1.0}
+_BEAMS = {"beams": Beams.count, "length_penalty": Beams.length_penalty}
 """Those of translations."""
+
+_NAMED = 5
+"""Prompts that a note names."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-new-tokens",
         type=Number(int, maximum=1_000_000_000),
         metavar="N",
-        help=f"default {_NEW_TOKENS}, of a translation at most the positions that the model has parameters for",
+        help=f"default {NEW_TOKENS}, of a translation at most the positions that the model has parameters for",
     )
     add(
         "--samples",
@@ -84,7 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Number(int, maximum=1_000_000),
         default=32,
         metavar="B",
-        help="texts that are continued at the same time (default %(default)s)",
+        help="texts that are continued at the same time, of an encoder-decoder its hypotheses: B / beams texts "
+        "(default %(default)s)",
     )
     add(
         "--beams",
@@ -156,7 +160,8 @@ def run(args: argparse.Namespace) -> int:
 
     folder = student_run(args.run_folder)
     is_run = (folder / "config.yaml").is_file()  # what is none is refused below, or a model of `transformers`
-    translates = is_run and recorded_config(folder).model.encoder is not None
+    config = recorded_config(folder) if is_run else None
+    translates = config is not None and config.model.encoder is not None
     for name in _SAMPLING if translates else _BEAMS:
         if (value := getattr(args, name)) is not None:
             option = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
@@ -165,13 +170,13 @@ def run(args: argparse.Namespace) -> int:
     for name, default in {**_SAMPLING, **_BEAMS}.items():
         if getattr(args, name) is None:
             setattr(args, name, default)
-    if translates:
-        _print_all(args, _translated(args, folder, prompts), [{**prompt, "shown": ""} for prompt in prompts])
+    if config is not None and translates:
+        _translate(args, folder, prompts, config.training.seq_len)
         return 0
     pieces = generate_texts(
         folder,
         [prompt["messages"] if args.chat else prompt["prompt"] for prompt in prompts],
-        max_new_tokens=_NEW_TOKENS if args.max_new_tokens is None else args.max_new_tokens,
+        max_new_tokens=NEW_TOKENS if args.max_new_tokens is None else args.max_new_tokens,
         sampling=Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty),
         seed=args.seed,
         samples=args.samples,
@@ -190,17 +195,45 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _translated(args: argparse.Namespace, folder: Path, prompts: list[dict[str, Any]]) -> Iterator[Any]:
-    from megakernel.generation import Beams, translate_texts
+def _translate(args: argparse.Namespace, folder: Path, prompts: list[dict[str, Any]], seq_len: int) -> None:
+    """Print translations, and on stderr which of them one should not rely on. seq_len: of sources in training."""
+    from megakernel.generation import translate_texts
 
-    return translate_texts(
+    texts = [prompt["prompt"] for prompt in prompts]
+    if args.prompt_file is not None:
+        # Editors end a file with a newline, which no source of the training data has.
+        texts = [re.sub(r"\r?\n\Z", "", text) for text in texts]
+    found = translate_texts(
         folder,
-        [prompt["prompt"] for prompt in prompts],
+        texts,
         max_new_tokens=args.max_new_tokens,
         beams=Beams(args.beams, args.length_penalty),
         batch_size=args.batch_size,
         step=args.step,
     )
+    prompts = [{**prompt, "shown": ""} for prompt in prompts]
+
+    def pieces() -> Iterator[Any]:
+        for text in found:
+            is_long = text.source_tokens > seq_len
+            prompts[text.prompt]["added"] = {"is_complete": text.is_complete, "is_long": is_long}
+            yield text
+
+    _print_all(args, pieces(), prompts)
+    _note("without an end within --max-new-tokens", prompts, "is_complete", False)
+    _note(f"longer than sources in training (training.seq_len={seq_len})", prompts, "is_long", True)
+
+
+def _note(what: str, prompts: list[dict[str, Any]], key: str, value: bool) -> None:
+    """Name on stderr the prompts whose translations have this value, if there are any."""
+    names = [
+        prompt["title"] or f"prompt {number}"
+        for number, prompt in enumerate(prompts, 1)
+        if prompt["added"][key] is value
+    ]
+    if names:
+        more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
+        print(printable(f"{what}: {', '.join(names[:_NAMED])}{more}"), file=sys.stderr)
 
 
 def _print_all(args: argparse.Namespace, pieces: Iterator[Any], prompts: list[dict[str, Any]]) -> None:
@@ -208,7 +241,7 @@ def _print_all(args: argparse.Namespace, pieces: Iterator[Any], prompts: list[di
     for prompt, texts in zip(prompts, _completed(pieces, len(prompts), args.samples)):
         if args.prompts is not None:
             added = {"continuations": texts} if args.samples > 1 else {"continuation": texts[0]}
-            print(json.dumps({**prompt["line"], **added}), flush=True)
+            print(json.dumps({**prompt["line"], **added, **prompt.get("added", {})}), flush=True)
             continue
         for number, text in enumerate(texts, 1):
             title = prompt["title"] if len(prompts) > 1 else ""
@@ -233,7 +266,7 @@ def _completed(pieces: Iterator[Any], prompts: int, samples: int) -> Iterator[li
 
 def _read_prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
     """One dict per prompt: `prompt` or, with --chat, `messages`; `line`, its object in --prompts; `title`; `shown`,
-    what is printed before its continuation."""
+    what is printed before its continuation. Translations add `added`, further keys of its object."""
     if args.prompts is not None:
         lines = _read_jsonl(args.prompts, args.chat)
         prompts: list[dict[str, Any]] = [{"line": line, "title": "", "shown": ""} for line in lines]

@@ -81,7 +81,8 @@ class HarnessTask:
         if not source.config.model.is_causal:
             kind = source.config.model.kind
             raise UserError(
-                f"{OPTION} {self.spec}: model.kind={kind} of {source.folder} does not continue text"
+                f"{OPTION} {self.spec}: model.kind={kind} of {source.folder} does not continue text; "
+                "give a run of a causal_lm"
             )
         manager = self._manager()
         for data_set, place in sorted(set(_hub_data_sets(manager, self.name))):

@@ -1,5 +1,6 @@
 """The result of `--task lm`, and the tables that the terminal and TensorBoard show."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -24,8 +25,14 @@ class Table(NamedTuple):
     def markdown(self) -> str:
         """The table in Markdown, for TensorBoard."""
         rows = [*self.rows, *([self.total] if self.total else [])]
-        lines = [" | ".join(row) for row in [self.columns, ("---",) * len(self.columns), *rows]]
+        rule = ("---",) * len(self.columns)
+        lines = [" | ".join(map(_cell, row)) for row in [self.columns, rule, *rows]]
         return "\n\n".join([self.title, "\n".join(f"| {line} |" for line in lines), *self.below])
+
+
+def _cell(text: str) -> str:
+    """A text in a row of Markdown, where a bar would end its cell and a newline the table."""
+    return re.sub(r"\r\n|\r|\n", "<br>", text.replace("|", r"\|"))
 
 
 def number(value: float | None, digits: int = 4) -> str:

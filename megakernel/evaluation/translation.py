@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import Field
 
-from data_pipeline.pairs import TranslationPairs
+from data_pipeline.pairs import TranslationPairs, check_pairs
 from megakernel.checkpoint.opened import OpenedModel
 from megakernel.config import UserError
+from megakernel.config.decoding import Beams
 from megakernel.config.extras import need
 from megakernel.config.section import Section
 
+from .language_modelling import evaluated_config
 from .result import Table, number
 from .subject import LoadedRun, OnPass, OpenedRun
 
@@ -51,10 +53,10 @@ class TranslationOptions(Section):
     samples: int | None = Field(default=None, ge=1)
     """Pairs, the first ones of the split's order; null takes --samples, else training.eval_samples."""
 
-    beams: int = Field(default=4, ge=1, le=10_000)
+    beams: int = Field(default=Beams.count, ge=1, le=10_000)
     """Hypotheses that are continued at the same time; 1 takes the most likely token each time."""
 
-    length_penalty: float = Field(default=1.0, ge=0, le=100)
+    length_penalty: float = Field(default=Beams.length_penalty, ge=0, le=100)
     """Power of its number of tokens by which a text's log-probability is divided."""
 
     split: str = "validation"
@@ -77,7 +79,7 @@ class TranslationTask:
         return self.options.split
 
     def check(self, source: OpenedRun) -> None:
-        """UserError for a model that does not translate, or without sacrebleu."""
+        """UserError for a model that does not translate, no pairs to translate, or without sacrebleu."""
         if (kind := source.config.model.kind) != "encoder_decoder":
             raise UserError(
                 f"--task {self.spec}: model.kind={kind} of {source.folder} does not translate; give a run of an "
@@ -85,16 +87,23 @@ class TranslationTask:
             )
         if self.translate is None:
             raise UserError(f"--task {self.spec}: no function that translates was given; leave it out")
+        evaluated_config(source.config, self.options.samples, None)
+        key = source.config.data.key_of(self.options.split)
+        check_pairs(
+            ((key, corpus) for corpus in source.text.of_split(self.options.split)),
+            otherwise="give --data a folder of pairs",
+        )
         need(f"--task {TRANSLATION}", "sacrebleu")
 
     def measure(self, subject: LoadedRun, progress: OnPass) -> "TranslationScore":
         """BLEU of the translations, with the texts."""
         from sacrebleu.metrics.bleu import BLEU
 
-        options, training = self.options, subject.config.training
+        options, tokenizer = self.options, subject.tokenizer
+        training = evaluated_config(subject.config, options.samples, None).training
         parts = subject.text.of_split(options.split)
-        pairs = TranslationPairs(parts, options.split, training.evaluation_len, 0, subject.tokenizer.eod)
-        size = min(options.samples or training.eval_samples, pairs.samples.per_epoch)
+        pairs = TranslationPairs(parts, options.split, training.seq_len, 0, tokenizer.eod)
+        size = min(training.eval_samples, pairs.samples.per_epoch)
         examples = [pairs.samples[index] for index in range(size)]
         sources = [pairs.source(example).tolist() for example in examples]
         assert self.translate is not None
@@ -103,7 +112,7 @@ class TranslationTask:
             subject,
             subject.model,
             sources,
-            most_tokens=training.evaluation_len,
+            most_tokens=training.seq_len,
             beams=options.beams,
             length_penalty=options.length_penalty,
         ):
@@ -111,7 +120,10 @@ class TranslationTask:
             complete += has_end
             progress(next(done), size)
         texts, references = (
-            [subject.tokenizer.decode(example.documents[side].tolist()) for example in examples]
+            [tokenizer.decode(example.documents[side].tolist()) for example in examples] for side in (0, 1)
+        )
+        unknown_sources, unknown_references = (
+            sum(tokenizer.unknown in example.documents[side].tolist() for example in examples)
             for side in (0, 1)
         )
         metric = BLEU()
@@ -126,8 +138,11 @@ class TranslationTask:
             brevity_penalty=found.bp,
             signature=str(metric.get_signature()),
             unended=size - complete,
-            cut_sources=sum(len(example.documents[0]) > training.evaluation_len for example in examples),
-            seq_len=training.evaluation_len,
+            cut_sources=sum(len(example.documents[0]) > training.seq_len for example in examples),
+            unknown_sources=unknown_sources,
+            unknown_references=unknown_references,
+            distinct=len({tuple(ids.tobytes() for ids in example.documents) for example in examples}),
+            seq_len=training.seq_len,
             texts=tuple(zip(texts, translations, references)),
         )
 
@@ -164,6 +179,15 @@ class TranslationScore:
     cut_sources: int
     """Sources that were cut there; references never are."""
 
+    unknown_sources: int
+    """Sources with a word that the tokenizer has no id for."""
+
+    unknown_references: int
+    """References with one: all such words are the same to BLEU."""
+
+    distinct: int
+    """Pairs that differ: by their weights, small corpora are read again before large ones are at their end."""
+
     seq_len: int
     texts: tuple[tuple[str, str, str], ...]
     """(source, translation, reference) of each pair."""
@@ -181,8 +205,9 @@ class TranslationScore:
     def table(self) -> Table:
         """The first translations, and the score."""
         by_words = "/".join(f"{precision:.1f}" for precision in self.precisions)
+        distinct = f", {self.distinct:,} of them distinct," if self.distinct < len(self.texts) else ""
         below = [
-            f"BLEU {number(self.bleu, 2)} of {len(self.texts):,} pairs ({by_words}, brevity penalty "
+            f"BLEU {number(self.bleu, 2)} of {len(self.texts):,} pairs{distinct} ({by_words}, brevity penalty "
             f"{self.brevity_penalty:.3f}, length ratio {self.length_ratio:.3f})",
             self.signature,
         ]
@@ -190,6 +215,11 @@ class TranslationScore:
             below.append(f"without an end within {self.seq_len:,} tokens: {self.unended:,} translations")
         if self.cut_sources:
             below.append(f"cut at {self.seq_len:,} tokens: {self.cut_sources:,} sources")
+        if self.unknown_references or self.unknown_sources:
+            below.append(
+                "words unknown to the tokenizer, which BLEU takes as equal: "
+                f"in {self.unknown_references:,} references, {self.unknown_sources:,} sources"
+            )
         rows = self.texts[:SHOWN]
         title = f"{self.task}: {self.run} at step {self.step}"
         if len(self.texts) > SHOWN:

@@ -12,6 +12,7 @@ from torch import Tensor
 from data_pipeline.batch import PADDING
 from megakernel.checkpoint.opened import OpenedModel, find_model
 from megakernel.config import UserError
+from megakernel.config.decoding import NEW_TOKENS, Beams
 
 from .run import TextPiece, check_text
 from .states import select_rows
@@ -20,26 +21,10 @@ if TYPE_CHECKING:
     from megakernel.model import LanguageModel
 
 
-_NEW_TOKENS = 200
-"""Most tokens of a translation, if nothing is given."""
+_BEAMS = Beams()
 
 _EVALUATED = 128
 """Hypotheses in progress at once in an evaluation."""
-
-
-@dataclass(frozen=True)
-class Beams:
-    """How a text is searched for."""
-
-    count: int = 4
-    """Hypotheses of a text that are continued at the same time; 1 takes the most likely token each time."""
-
-    length_penalty: float = 1.0
-    """The score of a text is its log-probability over the number of its tokens to this power."""
-
-    def score(self, log_probability: float, tokens: int) -> float:
-        """The score of a text of so many tokens, its end included."""
-        return log_probability / float(tokens**self.length_penalty)
 
 
 @dataclass(frozen=True)
@@ -54,6 +39,17 @@ class Translation:
 
     is_complete: bool
     """Whether it has an end; otherwise it was cut at the most tokens."""
+
+
+@dataclass(frozen=True)
+class TranslatedText(TextPiece):
+    """The whole translation of a prompt."""
+
+    is_complete: bool
+    """See `Translation`."""
+
+    source_tokens: int
+    """Of the prompt, its end included."""
 
 
 @dataclass
@@ -106,10 +102,11 @@ class _Search:
         return beams.count == 1 or self.ended[-1].score >= beams.score(float(self.scores[0]), length)
 
     def best(self, beams: Beams) -> Translation:
-        """The best text: of those that have ended, or else of those that go on."""
-        if self.ended:
-            return self.ended[0]
+        """The text with the best score, of those that have ended and those that still go on."""
         score = beams.score(float(self.scores[0]), len(self.tokens[0]))
+        # A bad early end would otherwise hide a text that merely was not finished within the most tokens.
+        if self.ended and self.ended[0].score >= score:
+            return self.ended[0]
         return Translation(self.tokens[0], score, is_complete=False)
 
 
@@ -118,17 +115,17 @@ def translate_texts(
     prompts: Sequence[str],
     *,
     max_new_tokens: int | None = None,
-    beams: Beams = Beams(),
+    beams: Beams = _BEAMS,
     batch_size: int = 32,
     step: int | None = None,
-) -> Iterator[TextPiece]:
+) -> Iterator[TranslatedText]:
     """Translate texts with an encoder-decoder that is loaded once; yields each whole translation.
 
     Args:
         folder: a run folder.
         prompts: texts to translate.
-        max_new_tokens: maximum number of tokens of a translation; None: 200, or as many positions as the model has
-            parameters for, if they are fewer.
+        max_new_tokens: maximum number of tokens of a translation; None: `NEW_TOKENS`, or as many positions as the model
+            has parameters for, if they are fewer.
         beams: how translations are searched for.
         batch_size: hypotheses in progress at once.
         step: step of a run's checkpoint; None takes the newest good one.
@@ -155,7 +152,7 @@ def translate_texts(
                 "shorten it"
             )
     if max_new_tokens is None:
-        max_new_tokens = min(_NEW_TOKENS, limit or _NEW_TOKENS)
+        max_new_tokens = min(NEW_TOKENS, limit or NEW_TOKENS)
     elif limit is not None and max_new_tokens > limit:
         raise UserError(
             f"max_new_tokens={max_new_tokens} exceeds the model's {limit} positions; give at most {limit}"
@@ -170,7 +167,17 @@ def translate_texts(
         beams=beams,
         batch_size=batch_size,
     )
-    return (TextPiece(index, 0, tokenizer.decode(text.tokens), is_last=True) for index, text in found)
+    return (
+        TranslatedText(
+            prompt=index,
+            sample=0,
+            text=tokenizer.decode(text.tokens),
+            is_last=True,
+            is_complete=text.is_complete,
+            source_tokens=len(sources[index]),
+        )
+        for index, text in found
+    )
 
 
 def _most_positions(opened: OpenedModel) -> int | None:
@@ -210,7 +217,7 @@ def translate(
     eod: int,
     vocab_size: int,
     most_tokens: int,
-    beams: Beams = Beams(),
+    beams: Beams = _BEAMS,
     batch_size: int = 32,
 ) -> Iterator[tuple[int, Translation]]:
     """Yield (index, translation) of sources, the ids of each with its end, batch by batch from the shortest on.

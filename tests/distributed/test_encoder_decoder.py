@@ -208,6 +208,19 @@ def test_a_model_with_parameters_of_positions_writes_at_most_so_many_tokens(one_
         assert message in capsys.readouterr().err
 
 
+def test_a_source_longer_than_those_of_training_is_translated_and_named(one_process, tmp_path, capsys):
+    config, _ = one_process("softmax")
+    (tmp_path / "texts").write_text("".join(json.dumps({"prompt": "two " * n}) + "\n" for n in (31, 32)))
+    capsys.readouterr()
+    options = ["--prompts", str(tmp_path / "texts"), "--max-new-tokens", "2"]
+    assert main(["generate", str(config.parent / "run"), *options]) == 0
+    printed = capsys.readouterr()
+    lines = [json.loads(line) for line in printed.out.splitlines()]
+    assert [line["is_long"] for line in lines] == [False, True]
+    assert "longer than sources in training (training.seq_len=32): prompt 2\n" in printed.err
+    assert ("without an end" in printed.err) == (not all(line["is_complete"] for line in lines))
+
+
 def test_an_evaluation_of_translations_is_recorded_with_its_texts(one_process, capsys):
     config, _ = one_process("FLuRKA")
     run = config.parent / "run"
@@ -237,12 +250,21 @@ def test_the_table_of_translations_says_what_was_cut():
     }
     place = {"task": "translation", "run": "runs/x", "step": 3, "signature": "tok:13a", "seq_len": 32}
     texts = (("one", "eins", "eins"),)
-    for unended, cut, expected in (
-        (0, 0, []),
-        (2, 1, ["without an end within 32 tokens: 2 translations", "cut at 32 tokens: 1 sources"]),
+    whole = {"unended": 0, "cut_sources": 0, "unknown_sources": 0, "unknown_references": 0, "distinct": 1}
+    unknown = "words unknown to the tokenizer, which BLEU takes as equal: in 3 references, 4 sources"
+    for changes, expected in (
+        ({}, []),
+        (
+            {"unended": 2, "cut_sources": 1},
+            ["without an end within 32 tokens: 2 translations", "cut at 32 tokens: 1 sources"],
+        ),
+        ({"unknown_references": 3, "unknown_sources": 4}, [unknown]),
     ):
-        score = TranslationScore(**numbers, **place, unended=unended, cut_sources=cut, texts=texts)
+        score = TranslationScore(**numbers, **place, **{**whole, **changes}, texts=texts)
         assert list(score.table().below[2:]) == expected
+        assert score.table().below[0].startswith("BLEU 20.00 of 1 pairs (50.0/")
+    score = TranslationScore(**numbers, **place, **whole, texts=texts * 3)
+    assert score.table().below[0].startswith("BLEU 20.00 of 3 pairs, 1 of them distinct, (50.0/")
 
 
 def test_a_model_that_does_not_translate_is_refused_by_the_task(corpus, tmp_path, capsys):

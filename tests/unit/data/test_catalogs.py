@@ -140,7 +140,7 @@ def test_a_damaged_catalog_is_left_out_by_name(
     words = ["--source", source, "--tokenizer", "byte", "--validation-fraction", "0"]
     assert main(["prepare", *words, "--out", str(tmp_path / "out")]) == 0
     lines = capsys.readouterr().err.splitlines()
-    assert "  1 file read as rows (message catalog): editor.mo" in lines
+    assert "  1 file read as messages (message catalog): editor.mo" in lines
     [line] = [line for line in lines if "left out" in line]
     assert line.startswith("  1 file left out: damaged (")
     assert line.endswith("): broken.mo")

@@ -166,7 +166,7 @@ def test_the_last_lines_count_pairs_and_the_tokens_of_both_sides(
     )
     lines = capsys.readouterr().err.splitlines()
     assert "  train: 2 pairs, 5 source tokens, 6 target tokens, 0.0 MB" in lines
-    assert "  skipped 1 pairs: one side is empty" in lines
+    assert "  skipped 1 pair: one side is empty" in lines
 
 
 def test_a_trained_tokenizer_has_the_words_of_both_sides(tmp_path: Path):

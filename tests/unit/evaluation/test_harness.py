@@ -9,7 +9,7 @@ import torch
 
 from data_pipeline.tokenizers import ByteTokenizer
 from megakernel.config import UserError
-from megakernel.evaluation.harness import HarnessResult, _scores
+from megakernel.evaluation.harness import HarnessOptions, HarnessResult, HarnessTask, _scores
 from megakernel.evaluation.harness_model import ScoringModel
 from megakernel.evaluation.records import record
 from megakernel.evaluation.run import parse
@@ -194,6 +194,16 @@ def test_a_wrong_task_is_refused(specs, options, message):
     with pytest.raises(UserError) as caught:
         parse(specs, **options)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["masked_lm", "encoder_decoder"])
+def test_a_model_that_does_not_continue_text_is_refused_with_a_remedy(kind):
+    model = SimpleNamespace(is_causal=False, kind=kind)
+    run = SimpleNamespace(config=SimpleNamespace(model=model), folder="runs/x")
+    task = HarnessTask("lm_eval:arc_easy", "arc_easy", HarnessOptions(), None, None)
+    message = f"model.kind={kind} of runs/x does not continue text; give a run of a causal_lm"
+    with pytest.raises(UserError, match=message):
+        task.check(run)
 
 
 def test_the_number_of_documents_is_the_tasks_own_or_the_default_of_all():

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megakernel.config import Model
-from megakernel.generation.translation import Beams, translate
+from megakernel.config.decoding import Beams
+from megakernel.generation.translation import Translation, _Search, translate
 from megakernel.model import LanguageModel, ModelSettings
 from megakernel.parallel import OneProcess
 
@@ -63,9 +64,29 @@ def test_a_search_with_room_for_all_texts_finds_the_best_of_them(stack, penalty)
     for source, translation in zip(SOURCES, found(model, beams=Beams(len(texts), penalty), batch_size=1)):
         scores = [log_probability(model, source, text) / (len(text) + 1) ** penalty for text in texts]
         best = max(range(len(texts)), key=scores.__getitem__)
-        assert translation.tokens == texts[best]
-        assert translation.score == pytest.approx(scores[best], abs=1e-5)
-        assert translation.is_complete
+        cut = not translation.is_complete
+        assert cut == (len(translation.tokens) == MOST)
+        expected = _prefix(model, source, translation.tokens) / MOST**penalty if cut else scores[best]
+        assert translation.score == pytest.approx(expected, abs=1e-5)
+        assert cut or translation.tokens == texts[best]
+        assert translation.score > scores[best] - 1e-5, (
+            "a cut text is taken only if no text with an end is better"
+        )
+
+
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0])
+def test_an_early_bad_end_does_not_hide_a_better_text_without_an_end(length_penalty):
+    """As after a few steps with a tokenizer that begins each text with BOS."""
+    beams, search = Beams(2, length_penalty), _Search(0)
+    for _ in range(MOST):
+        logs = torch.full((len(search.tokens), VOCAB), -9.0)
+        logs[:, 1], logs[:, EOD] = -0.1, -3.0
+        search.step(logs, EOD, beams)
+    assert search.ended, "a text must have ended"
+    assert search.is_over(beams, MOST)
+    assert search.best(beams) == Translation(
+        [1] * MOST, pytest.approx(-0.1 * MOST ** (1 - length_penalty)), False
+    )
 
 
 def test_one_beam_takes_the_most_likely_token_each_time():

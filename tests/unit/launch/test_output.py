@@ -9,9 +9,11 @@ import sys
 import pytest
 from rich.table import Table
 
+from launch import evaluate
 from launch.cli import COMMANDS, main
 from launch.exit_status import ExitStatus
 from launch.messages import console, print_error
+from megakernel.evaluation.result import Table as Result
 
 from ..config import trees
 
@@ -126,3 +128,16 @@ def test_a_terminal_gets_no_control_characters_but_a_file_gets_the_text(tmp_path
     os.close(its)
     assert os.read(mine, 1000).decode() == SHOWN
     os.close(mine)
+
+
+def test_a_line_below_a_table_of_an_evaluation_is_one_line(monkeypatch, capsys):
+    """Wrapped, a number would stand on another line than its label."""
+    monkeypatch.setenv("COLUMNS", "80")
+    line = " ".join(f"label {number}" for number in range(30))
+
+    class Measured:
+        def table(self):
+            return Result("title", ("a",), [("1",)], below=(line,))
+
+    evaluate._print(Measured())
+    assert line in capsys.readouterr().out.splitlines()
