@@ -139,7 +139,7 @@ def translate_texts(
         raise UserError(
             f"model.kind={opened.config.model.kind} of {folder} does not translate; give a run of an encoder_decoder"
         )
-    tokenizer, limit = opened.tokenizer, _most_positions(opened)
+    tokenizer, limit = opened.tokenizer, opened.config.most_positions
     sources = []
     for number, prompt in enumerate(prompts, 1):
         check_text(prompt)
@@ -178,12 +178,6 @@ def translate_texts(
         )
         for index, text in found
     )
-
-
-def _most_positions(opened: OpenedModel) -> int | None:
-    """Positions that the model has parameters for; None: it takes texts of any length."""
-    model = opened.config.model
-    return model.max_positions or opened.config.training.seq_len if model.has_position_parameters else None
 
 
 def translate_sources(
