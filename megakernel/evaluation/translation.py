@@ -186,7 +186,7 @@ class TranslationScore:
     """References with one: all such words are the same to BLEU."""
 
     distinct: int
-    """Pairs that differ: by their weights, small corpora are read again before large ones are at their end."""
+    """Pairs that differ: corpora may hold one twice, and weights have small corpora read again before others end."""
 
     seq_len: int
     texts: tuple[tuple[str, str, str], ...]
