@@ -285,7 +285,7 @@ TASK = ("evaluate", "--task")
             (*EVALUATE, "--baseline-weights", "w"),
             "--baseline-weights w has no effect alone; add --baseline",
         ),
-        ("learned", (*TASK, "mqar:length=256"), f"model's {SEQ_LEN} learned positions"),
+        ("learned", (*TASK, "mqar:length=256"), f"{SEQ_LEN} positions that the model has weights for"),
         ("run", (*GENERATE, "--max-new-tokens", "0"), "give 1 or more"),
         ("run", (*GENERATE, "--top-p", "2"), "top_p=2.0 is out of range"),
         (
