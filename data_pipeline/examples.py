@@ -118,11 +118,11 @@ class Cut:
 
     def __str__(self) -> str:
         share = f"{self.cut:,} {self.documents} ({self.cut / self.total:.1%})"
-        ends = f"{self.without_end:,} more leave out their end-of-document token alone; " * (
-            self.without_end > 0
-        )
-        longest = f"the longest of {self.total:,} {self.documents} has {self.longest:,} tokens"
-        return f"{self.corpus}: {share} are cut at {self.seq_len:,} tokens; {ends}{longest}"
+        parts = [f"{self.corpus}: {share} are cut at {self.seq_len:,} tokens"]
+        if self.without_end:
+            parts.append(f"{self.without_end:,} more leave out their end-of-document token alone")
+        parts.append(f"the longest of {self.total:,} {self.documents} has {self.longest:,} tokens")
+        return "; ".join(parts)
 
 
 def cut_documents(

@@ -26,8 +26,8 @@ def with_steps(tree: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     training = tree.get("training")
     if not isinstance(training, Mapping):
         return tree, []
-    if (tokens := training.get("tokens")) is not None and (kind := _kind_of_two_sequences(tree.get("model"))):
-        reason = f"is turned into steps by one sequence a sample, and {kind} has two"
+    if (tokens := training.get("tokens")) is not None and (_documents(tree.get("model")) or 1) > 1:
+        reason = "is turned into steps by one sequence a sample, and those of this model have two"
         return tree, [Problem("training.tokens", tokens, reason, "set training.steps or training.epochs")]
     if training.get("epochs") is None:
         return tree, []
@@ -72,24 +72,20 @@ def _samples(corpus: Corpus, seq_len: int, model: Any, epochs: Any) -> int:
         reason = f"needs the size of data.train={corpus.path}, and {file} does not tell it ({_first(error)})"
         remedy = f"give a folder of `megakernel prepare`, or {_INSTEAD}"
         raise _problem(epochs, reason, remedy) from None
-    if isinstance(model, Mapping) and model.get("kind") == "classifier":
-        classifier = model.get("classifier")
-        of_example = classifier.get("documents", 1) if isinstance(classifier, Mapping) else 1
-        return documents // of_example if isinstance(of_example, int) and of_example > 0 else documents
-    if isinstance(model, Mapping) and model.get("kind") == "encoder_decoder":
-        return documents // 2  # a text and its translation
-    return (tokens - 1) // seq_len
+    of_sample = _documents(model)
+    return (tokens - 1) // seq_len if of_sample is None else documents // of_sample
 
 
-def _kind_of_two_sequences(model: Any) -> str | None:
-    """The key of a model whose samples are two sequences; None: a sample is one."""
-    if not isinstance(model, Mapping):
+def _documents(model: Any) -> int | None:
+    """Documents of a sample, each a sequence of its own; None: samples are packed text. model: not checked yet."""
+    kind = model.get("kind") if isinstance(model, Mapping) else None
+    if kind == "encoder_decoder":
+        return 2  # a text and its translation
+    if kind != "classifier":
         return None
-    if model.get("kind") == "encoder_decoder":
-        return "model.kind: encoder_decoder"
     classifier = model.get("classifier")
-    is_of_two = isinstance(classifier, Mapping) and classifier.get("documents") == 2
-    return "model.classifier.documents: 2" if is_of_two else None
+    found = classifier.get("documents", 1) if isinstance(classifier, Mapping) else 1
+    return found if isinstance(found, int) and found > 0 else 1
 
 
 def _problem(epochs: Any, reason: str, remedy: str) -> ConfigError:

@@ -407,11 +407,10 @@ def _layers_can_have_float8_products(
     if parallel.zero_stage == 3:
         reason = "gathers weights by hooks of matrices, which float8 products leave out"
         yield Problem("parallel.zero_stage", 3, reason, "set at most 2, or training.fp8: none")
-    for name, size in _float8_sides(model, training, parallel):
+    for name, size in dict.fromkeys(_float8_sides(model, training, parallel)):
         if size % FLOAT8_UNIT:
             reason = f"multiplies matrices whose sides are multiples of {FLOAT8_UNIT} on a rank, and one has {size}"
             yield Problem(key, fp8, reason, f"set none, or another {name}")
-            return
 
 
 def _float8_sides(model: Model, training: Training, parallel: Parallel) -> Iterator[tuple[str, int]]:
