@@ -3,7 +3,8 @@
     python -m benchmarks.copying_picture --out docs/images/copying.svg
 
 Losses are those of the pages in benchmarks/results, of models of 5.9 million parameters after 9.8 million tokens, from
-position 1,024 of 2,048 on, seed 0. Costs are counted for configs/model/1b.yaml with the same kinds of layers.
+position 1,024 of 2,048 on. A filled point is the first seed, a hollow one the second, where it was measured. Costs are
+counted for configs/model/1b.yaml with the same kinds of layers.
 """
 
 import argparse
@@ -25,11 +26,11 @@ PARTS = {"short_convolution": 4, "output_norm": True, "output_gate": "silu"}
 
 
 class Shown(NamedTuple):
-    """One point."""
+    """One model, a point for every seed."""
 
     label: str
-    page: str
-    """File of the results, without its ending."""
+    pages: list[str]
+    """Files of the results, without their ending: one for every seed, 0 first."""
 
     model: str
     """Name of the row."""
@@ -38,46 +39,58 @@ class Shown(NamedTuple):
     """The pattern of attention layers."""
 
     side: str = "right"
-    """Where the label is: right or above."""
+    """Where the label is: right, above or below."""
 
+
+HYBRIDS, SECOND_SEED = "far_context_hybrids_cpu", "far_context_second_seed_cpu"
 
 SHOWN = [
-    Shown("windows", "far_context_hybrids_cpu", "local_convolution", [WINDOW], "above"),
-    Shown(
-        "FLuRKA",
-        "far_context_hybrids_cpu",
-        "flurka_convolution",
-        [{"preset": "flurka", "short_convolution": 4}],
-    ),
+    Shown("windows", [HYBRIDS], "local_convolution", [WINDOW], "above"),
+    Shown("FLuRKA", [HYBRIDS], "flurka_convolution", [{"preset": "flurka", "short_convolution": 4}]),
     Shown(
         "windows, 1 of 4 layers\nchooses blocks",
-        "far_context_selected_cpu",
-        "local_selected_token_32",
-        [*[WINDOW] * 3, {"preset": "selected", **PARTS, "selection": {"levels": 2}}],
+        ["far_context_unrotated_cpu", "far_context_unrotated_second_seed_cpu"],
+        "local_selected_unrotated",
+        [*[WINDOW] * 3, {"preset": "selected", **PARTS, "selection": {"levels": 2, "rope": "none"}}],
     ),
     Shown(
         "windows, 1 of 4 layers\nsoftmax",
-        "far_context_hybrids_cpu",
+        [HYBRIDS, SECOND_SEED],
         "local_softmax",
         [*[WINDOW] * 3, {"preset": "softmax", **PARTS}],
+        "below",
+    ),
+    Shown(
+        "softmax",
+        ["far_context_longer_cpu", SECOND_SEED],
+        "softmax_around",
+        [{"preset": "softmax", **PARTS}],
         "above",
     ),
-    Shown("softmax", "far_context_longer_cpu", "softmax_around", [{"preset": "softmax", **PARTS}], "above"),
 ]
 
 
-PLACES = {"right": ((9, -4), "left"), "above": ((0, 9), "center")}
-"""Side of a point -> offset of its label in points, and alignment."""
+PLACES = {
+    "right": ((9, 0), "left", "center"),
+    "above": ((0, 9), "center", "bottom"),
+    "below": ((0, -9), "center", "top"),
+}
+"""Side of a model's points -> offset of its label in points, horizontal and vertical alignment."""
 
 
-def loss_of(shown: Shown) -> float:
-    """Nats per token from position 1,024 on, from the page. Raises UserError if the page has no such row."""
-    text = (RESULTS / f"{shown.page}.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\w+)` \| 2,048 \| 0 \|(?: [0-9.]+ \|){2} \*\*([0-9.]+)\*\*", text, re.MULTILINE)
-    losses = dict(rows)
-    if shown.model not in losses:
-        raise UserError(f"benchmarks/results/{shown.page}.md has no row of {shown.model}; measure it again")
-    return float(losses[shown.model])
+def losses_of(shown: Shown) -> list[float]:
+    """Nats per token from position 1,024 on, by seed, from the pages. Raises UserError if a page has no such row."""
+    losses = []
+    for seed, page in enumerate(shown.pages):
+        text = (RESULTS / f"{page}.md").read_text(encoding="utf-8")
+        row = rf"^\| `{shown.model}` \| 2,048 \| {seed} \|(?: [0-9.]+ \|){{2}} \*\*([0-9.]+)\*\*"
+        found = re.search(row, text, re.MULTILINE)
+        if found is None:
+            raise UserError(
+                f"benchmarks/results/{page}.md has no row of {shown.model} with seed {seed}; measure it again"
+            )
+        losses.append(float(found[1]))
+    return losses
 
 
 def gflops_of(shown: Shown) -> float:
@@ -98,14 +111,19 @@ def draw(out: Path) -> None:
     matplotlib.rcParams |= {"svg.hashsalt": "megakernel", "svg.fonttype": "path"}
     figure, axes = pyplot.subplots(figsize=(7.2, 3.2))
     for shown in SHOWN:
-        x, y = gflops_of(shown), loss_of(shown)
-        axes.scatter(x, y, s=60, color="#0072b2" if "chooses" in shown.label else "#777777", zorder=3)
-        place, align = PLACES[shown.side]
-        text = f"{shown.label}: {y:.2f}"
-        axes.annotate(text, (x, y), textcoords="offset points", xytext=place, ha=align, fontsize=9)
+        x, losses = gflops_of(shown), losses_of(shown)
+        color = "#0072b2" if "chooses" in shown.label else "#777777"
+        fills = [color, *["none"] * (len(losses) - 1)]
+        axes.scatter([x] * len(losses), losses, s=60, facecolors=fills, edgecolors=color, zorder=3)
+        place, across, up = PLACES[shown.side]
+        text = f"{shown.label}: {', '.join(f'{loss:.2f}' for loss in losses)}"
+        anchor = {"above": max(losses), "below": min(losses)}.get(shown.side, sum(losses) / len(losses))
+        axes.annotate(
+            text, (x, anchor), textcoords="offset points", xytext=place, ha=across, va=up, fontsize=9
+        )
     axes.set_xscale("log")
     axes.set_xlim(3.5, 500)
-    axes.set_ylim(2.7, 4.25)
+    axes.set_ylim(2.55, 4.25)
     axes.set_xlabel("training GFLOP per token at a million tokens (1B model, counted)")
     axes.set_ylabel("nats per token,\nfrom position 1,024 on")
     axes.grid(alpha=0.3)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.copying_picture import ROOT, SHOWN, Shown, draw, gflops_of, loss_of
+from benchmarks.copying_picture import ROOT, SHOWN, Shown, draw, gflops_of, losses_of
 from megakernel.config import UserError
 
 PICTURE = ROOT / "docs" / "images" / "copying.svg"
@@ -17,7 +17,7 @@ def test_the_readme_has_the_numbers_of_the_picture():
     for shown in SHOWN:
         if shown.label in names:
             (row,) = (row for row in rows if row.startswith(f"| {names[shown.label]}"))
-            assert f"{loss_of(shown):.2f}" in row
+            assert all(f"{loss:.2f}" in row for loss in losses_of(shown))
             assert (
                 row.rstrip(" |")
                 .replace("; no GPU has run its kernels yet", "")
@@ -25,9 +25,16 @@ def test_the_readme_has_the_numbers_of_the_picture():
             )
 
 
-def test_a_row_that_no_page_has_is_named():
-    with pytest.raises(UserError, match=r"far_context_hybrids_cpu\.md has no row of nobody"):
-        loss_of(Shown("", "far_context_hybrids_cpu", "nobody", []))
+@pytest.mark.parametrize(
+    ("model", "pages", "missing"),
+    [
+        ("nobody", ["far_context_hybrids_cpu"], r"hybrids_cpu\.md has no row of nobody with seed 0"),
+        ("local_softmax", ["far_context_hybrids_cpu"] * 2, r"no row of local_softmax with seed 1"),
+    ],
+)
+def test_a_row_that_no_page_has_is_named(model: str, pages: list[str], missing: str):
+    with pytest.raises(UserError, match=missing):
+        losses_of(Shown("", pages, model, []))
 
 
 def test_the_committed_picture_is_the_one_that_is_drawn(tmp_path: Path):
