@@ -63,6 +63,12 @@ class Rotary:
         cos, sin = self._relative_tables[key]
         return self._rotate_by_tables(x, cos[-count:], sin[-count:])
 
+    def at_start(self, x: Tensor) -> Tensor:
+        """x (B, H, N, d) rotated by no position: itself, unless rotation also multiplies vectors by `scale` (YaRN)."""
+        if self.scale == 1.0:
+            return x
+        return self(x, torch.zeros(1, x.shape[2], device=x.device, dtype=torch.int64))
+
     def _tables_of_token(self, positions: Positions, dtype: torch.dtype) -> Tables:
         """Tables (B or 1, 1, 1, head_dim) of one token, cached because all layers of a model need the same."""
         key = (positions if isinstance(positions, int) else positions.flatten().tolist(), dtype)

@@ -291,6 +291,13 @@ class Near(Section):
     gate_bias: float = 3.0
     """Initial gate logit. 3.0 gives the window 0.95 of the output, which trained better than 0.0 (docs/results.md)."""
 
+    def problems(self) -> Iterator[Problem]:
+        """Keys of a gate where there is none."""
+        if self.kind == "kernel":
+            yield from self.without_effect("kind", dict.fromkeys(("join", "gate", "gate_bias"), ("softmax",)))
+        else:
+            yield from self.without_effect("join", dict.fromkeys(("gate", "gate_bias"), ("gated",)))
+
 
 class Selection(Section):
     """Earlier blocks that a query chooses by their landmarks and reads exactly, under one softmax with its window."""

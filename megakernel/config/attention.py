@@ -49,6 +49,12 @@ class Attention(Algebra):
         return self.is_plain_softmax and not self.optional_parts
 
     @property
+    def is_bare_exact(self) -> bool:
+        """Whether this is softmax over tokens (all, a window, chosen blocks) with no weights but projections."""
+        is_window = self.near is not None and self.compression is None and self.similarity == "softmax"
+        return (self.is_plain_softmax or is_window) and not self.optional_parts
+
+    @property
     def weighs_every_pair(self) -> bool:
         """Whether a weight is computed for every pair of tokens, or with `window` for those within it."""
         return self.spec.weighs_every_pair
@@ -243,6 +249,11 @@ class Attention(Algebra):
         if self.compression is not None and near.block_size is not None:
             reason = "is set twice: the window's block is compression.block_size"
             yield self.problem("near.block_size", reason, "remove it")
+        for key in ("join", "gate", "gate_bias"):
+            if self.compression is None and near.is_set(key):
+                yield near.problem(
+                    key, "joins a window with landmarks, and there are none", "remove it"
+                ).under("near")
         if self.compression is None and self.similarity == "kernel":
             reason = "beside similarity: kernel needs compression"
             yield Problem("near", near.kind, reason, "add compression or remove it")

@@ -481,7 +481,7 @@ def _frozen_weights_are_supported(
     if optimizer.updates is not None and "gate" in optimizer.updates.targets and not model.is_mlp_gated:
         reason = f"names a matrix that an MLP with activation: {model.activation} does not have"
         yield Problem("optimizer.lora.targets", optimizer.updates.targets, reason, "leave gate out")
-    if optimizer.trained == "mechanism" and all(a.is_bare_softmax for a in model.mechanisms):
+    if optimizer.trained == "mechanism" and all(a.is_bare_exact for a in model.mechanisms):
         reason = "leaves nothing to train: softmax attention has no weights of its own"
         yield Problem("optimizer.trained", optimizer.trained, reason, "set all or another model.attention")
 
@@ -618,6 +618,9 @@ def stages_fit_the_model(
     if everything and largest <= model.num_layers:
         remedy = "name a mechanism in model.attention, such as flurka, and keep fewer layers"
         yield Problem("uptrain.layers.keep", kept, "leaves every layer softmax: nothing to up-train", remedy)
+    elif uptrain.transfer is not None and all(layer.is_bare_exact for layer in others):
+        reason = "trains a mechanism's own weights, and those of model.attention are the dense model's"
+        yield Problem("uptrain.transfer", "{...}", reason, "set null; the main stage trains all weights")
     if uptrain.length is not None and uptrain.length.seq_len < training.seq_len:
         reason = f"is shorter than training.seq_len={training.seq_len}"
         yield Problem(

@@ -23,6 +23,10 @@ class Rotation(Protocol):
         """Keys x (B, H, n, d) of the last n tokens, rotated relative to the last token."""
         ...
 
+    def at_start(self, x: Tensor) -> Tensor:
+        """x (B, H, N, d) rotated by no position, for products at the scale of those of rotated vectors."""
+        ...
+
 
 def pack_keys(k: Tensor) -> Tensor:
     """Keys (B, H_kv, M, N, d) as (B, H_kv, N, M d); keys (B, H_kv, N, d) unchanged."""
@@ -76,6 +80,10 @@ class PackedRotary:
             return self.rotary.relative_to_last(x)
         keys = unpack_keys(x, self.width)
         return pack_keys(self.rotary.relative_to_last(keys.flatten(1, 2)).unflatten(1, keys.shape[1:3]))
+
+    def at_start(self, x: Tensor) -> Tensor:
+        """x (B, H, N, M width), rotated by no position."""
+        return self(x, torch.zeros(1, x.shape[2], device=x.device, dtype=torch.int64))
 
 
 def packed_rotary(rotary: Rotation | None, width: int) -> Rotation | None:

@@ -210,6 +210,8 @@ def restored(content: Content, engine: GenerationEngine) -> Session:
         for name, like in states.named_tensors(fresh.states):
             _check_like(content.tensors[name], like)
             on_device[name] = content.tensors[name].to(like.device)
+        if unknown := content.tensors.keys() - on_device.keys() - {"seen"}:
+            raise _unfit(f"it has tensors that the model's state does not: {', '.join(sorted(unknown)[:3])}")
         decoder = engine.new_decoder()
         decoder.states = states.with_tensors(fresh.states, on_device)
         decoder.positions = [content.position]

@@ -14,7 +14,7 @@ from megakernel.ops.landmark_attention import MISSING, Landmarks, complete_block
 from megakernel.ops.mixture import Rotation
 from megakernel.ops.ring import Ring
 from megakernel.ops.selected_attention import chunked, reference
-from megakernel.ops.selected_attention.grouped import completed_groups
+from megakernel.ops.selected_attention.grouped import completed_groups, no_group
 from megakernel.ops.selected_attention.inputs import Score, SelectedInputs, SelectionRule, Unit
 from megakernel.ops.selected_attention.masked import chosen_keys
 from megakernel.ops.selected_attention.tiles import choose_for_tiles
@@ -32,7 +32,7 @@ class SelectedState(NamedTuple):
     """Those of every complete block, without values; `ends` are relative to the next token. None: no block yet."""
 
     groups: Landmarks | None
-    """The same of every complete group; None: no group yet, or a choice with one level."""
+    """The same of every complete group, or one place without any; None: before the first token, or one level."""
 
     choice: Tensor
     """(B, H_kv, k) int64: ends, relative to the next token, of the blocks that the last token's tile has chosen, or
@@ -80,7 +80,8 @@ def selected_attention(
             blocks, then the k best blocks in them. Blocks after the last complete group are always scored. None: the
             k best of all blocks.
         rotary: rotates queries and keys by their positions after the choice; None: they are not rotated.
-        rotates_chosen: False: products with keys of chosen blocks are of unrotated vectors.
+        rotates_chosen: False: products with keys of chosen blocks are of unrotated vectors, times the factor of the
+            rotary scaling where it has one (YaRN): the window is under the same softmax.
         positions: (B, N) positions within documents, or the position of the first token if each sequence holds one
             document.
         initial_state: returned by the call for the tokens before these.
@@ -125,6 +126,8 @@ def selected_attention(
     groups = inputs.groups
     if groups is not None:
         groups = groups.carried(ended, positions, q.shape[2], selection.span)
+    elif selection.group:
+        groups = no_group(carried, selection)
     whole = Tail(*(torch.cat(both, 2) for both in zip(state.cache, (k, v))))
     return out, SelectedState(whole, carried, groups, choice)
 
@@ -147,6 +150,8 @@ def _inputs_after(
     landmarks = own.appended_to(state.landmarks)
     ended = completed_groups(landmarks, positions, q.shape[2], selection) if selection.group else None
     groups = state.groups if ended is None else ended.appended_to(state.groups)
+    if isinstance(positions, int) and positions + q.shape[2] < selection.span:
+        groups = None  # the document has none yet
     inputs = SelectedInputs(
         selection, cache, landmarks, groups, state.choice, rotary, rotates_chosen, positions
     )

@@ -45,4 +45,6 @@ def vectors_of(
         near_keys = torch.cat(rotate_keys(rotary, cache.keys.to(dtype), k.to(dtype), at), 2)
     if inputs.rotates_chosen:
         queries, keys = near_queries, near_keys
+    elif rotary is not None:  # one softmax has one temperature
+        queries, keys = rotary.at_start(queries), rotary.at_start(keys)
     return near_queries, queries, near_keys, keys, torch.cat([cache.values, v], 2).to(dtype)

@@ -42,6 +42,14 @@ def groups_before(landmarks: Landmarks, first: Tensor, selection: SelectionRule)
     return _groups_with(landmarks, ends, selection)
 
 
+def no_group(landmarks: Landmarks, selection: SelectionRule) -> Landmarks:
+    """One place without a group, for blocks with these landmarks: states have the same tensors at every length."""
+    batch, kv_heads, _, rank, width = landmarks.keys.shape
+    keys = landmarks.keys.new_zeros(batch, kv_heads, 1, min(rank, selection.group), width)
+    ends = torch.full((batch, 1), MISSING, device=keys.device)
+    return Landmarks(keys, keys[..., :0], ends)
+
+
 def _groups_with(landmarks: Landmarks, ends: Tensor, selection: SelectionRule) -> Landmarks:
     """Landmarks (B, H_kv, Z, r, d) of groups: means of equal parts of their blocks, over all landmarks of a block.
 

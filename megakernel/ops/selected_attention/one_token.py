@@ -33,6 +33,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: SelectedInputs, tiles: Tiles
         queries = near_queries
         places = (at[:, None] - tiles.cached + index).flatten(0, 1)
         keys = inputs.rotary(keys.flatten(0, 1)[:, None], places)[:, 0].unflatten(0, (batch, kv_heads))
+    elif inputs.rotary is not None:  # one softmax has one temperature
+        queries, keys = inputs.rotary.at_start(queries), inputs.rotary.at_start(keys)
     scores = torch.cat([_scores(near_queries, near_keys), _scores(queries, keys)], -1)
     seen = torch.cat([near_visible.expand(-1, kv_heads, -1), visible], -1).repeat_interleave(group, 1)
     weights = scores.masked_fill(~seen[:, :, None], -torch.inf).softmax(-1)

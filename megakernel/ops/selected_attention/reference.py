@@ -26,6 +26,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: SelectedInputs) -> tuple[Ten
         near_k = torch.cat(rotate_keys(rotary, cache.keys.to(dtype), k.to(dtype), at), 2)
     if rotates_chosen:
         far_q, far_k = near_q, near_k
+    elif rotary is not None:
+        far_q, far_k = rotary.at_start(far_q), rotary.at_start(far_k)
     values = torch.cat([cache.values, v], 2).to(dtype)
     ends = landmarks.ends.expand(batch, -1).tolist()
 

@@ -75,6 +75,15 @@ def test_only_softmax_without_further_weights_leaves_nothing_to_train_or_up_trai
     assert ("uptrain.layers.keep" in problems(uptrain={}, **sections)) != has_weights
 
 
+@pytest.mark.parametrize("preset", ["local", "selected"])
+def test_windows_and_chosen_blocks_are_up_trained_without_a_transfer_stage(preset):
+    """Their layers have the dense model's weights and no others."""
+    sections = {"model": {"attention": preset}, "init": {"from": "dense"}}
+    assert "optimizer.trained" in problems(optimizer={"trained": "mechanism"}, **sections)
+    assert "uptrain.transfer" in problems(uptrain={"transfer": {"steps": 1}}, **sections)
+    assert not {"uptrain.transfer", "uptrain.layers.keep"} & problems(uptrain={}, **sections).keys()
+
+
 @pytest.mark.parametrize(
     ("seq_len", "parallel", "attention", "remedy"),
     [

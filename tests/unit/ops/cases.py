@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megakernel.attention import Rotary
 from megakernel.config.algebra import Informer
+from megakernel.config.rope import RopeScaling
 from megakernel.ops.documents import Positions
 from megakernel.ops.feature_maps import FEATURE_MAPS
 from megakernel.ops.flurka_attention import flurka_attention
@@ -380,6 +381,12 @@ SELECTIONS = {
     "plain": {"blocks": 1, "score": "max"},
     "rotated": {"blocks": 2, "score": "lse", "rotary": Rotary(WIDTH)},
     "unrotated choice": {"blocks": 2, "score": "max", "rotary": Rotary(WIDTH), "rotates_chosen": False},
+    "unrotated choice, YaRN": {
+        "blocks": 1,
+        "score": "max",
+        "rotary": Rotary(WIDTH, scaling=RopeScaling(kind="yarn", factor=16, original_seq_len=8)),
+        "rotates_chosen": False,
+    },
     "in groups": {"blocks": 1, "score": "max", "group": 2, "rank": 3, "selected": 1},
     "in groups of two blocks": {
         "blocks": 2,

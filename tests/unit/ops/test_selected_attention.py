@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megakernel.attention.rotary import Rotary
+from megakernel.config.rope import RopeScaling
 from megakernel.ops.selected_attention import choice, chunked, masked, readers, selected_attention
 from megakernel.ops.softmax_attention import softmax_attention
 from megakernel.ops.window_attention import window_attention
@@ -46,6 +47,26 @@ def test_choosing_every_block_equals_causal_softmax(form):
     out, _ = selected_attention(q, k, v, pool=means(3), selected=N, rotary=Rotary(WIDTH))
     rotated = Rotary(WIDTH).rotate_qk(q, k, 0)
     torch.testing.assert_close(out, softmax_attention(*rotated, v)[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("last", [1, 5])
+def test_unrotated_blocks_have_the_temperature_of_the_window(form, last):
+    """YaRN multiplies queries and keys by a factor, which chosen blocks need as the window does; `last` at the end."""
+    scaling = {"kind": "yarn", "factor": 16, "original_seq_len": 8}
+    scaled = Rotary(WIDTH, scaling=RopeScaling(**scaling))
+    unscaled = Rotary(WIDTH, scaling=RopeScaling(**scaling, attention_factor=1))
+    q, k, v = inputs()
+    assert scaled.scale > 1.2
+    outputs = []
+    for queries, rotary in ((q, scaled), (q * scaled.scale**2, unscaled)):
+        options = {"pool": means(1), "selected": 2, "rotary": rotary, "rotates_chosen": False}
+        whole = selected_attention(queries, k, v, **options)[0]
+        first, state = selected_attention(*(x[:, :, :-last] for x in (queries, k, v)), **options)
+        rest = [x[:, :, -last:] for x in (queries, k, v)]
+        second, _ = selected_attention(*rest, **options, positions=N - last, initial_state=state)
+        torch.testing.assert_close(torch.cat([first, second], 2), whole, rtol=1e-12, atol=1e-12)
+        outputs.append(whole)
+    torch.testing.assert_close(*outputs, rtol=1e-12, atol=1e-12)
 
 
 def test_a_chosen_block_is_the_one_whose_tokens_match_the_query():
