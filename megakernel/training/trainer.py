@@ -25,7 +25,7 @@ from megakernel.parallel.device import has_bfloat16_products
 from megakernel.parallel.long_work import long_work
 from megakernel.parallel.ranks import Ranks
 
-from . import events
+from . import events, kept_corpora
 from .data import build_indices, check_corpora, verified_corpora
 from .deepspeed_config import check_deepspeed_keys
 from .engine import Engine, StepResult, loader_arguments
@@ -90,6 +90,7 @@ class Trainer:
             self._note(f"{change.key} was {change.recorded!r} and is now {change.wanted!r}")
         self.corpora = verified_corpora(config, mesh, found, [*parent_folders, self.folder.path])
         self.folder.keep_tokenizer(self.corpora.tokenizer_folder, self.corpora.tokenizer_hash)
+        self._keep_corpora(evaluates)
         self.batches = TrainingBatches(config, self.corpora, **loader)
         self.validation = ValidationBatches(config, self.corpora, **loader) if evaluates else None
         build_indices(config, mesh, self.batches, *([self.validation] if self.validation else []))
@@ -264,6 +265,15 @@ class Trainer:
         if self.config.model.kind in ("causal_lm", "encoder_decoder"):
             yield f"megakernel generate {run} --prompt TEXT"
         yield "megakernel monitor" + (f" --root {root}" if path.parent != Path("runs") else "")
+
+    def _keep_corpora(self, evaluates: bool) -> None:
+        """Compare the texts with those of the run's earlier starts, and record them."""
+        path, began = self.folder.path, self.folder.recorded is not None
+        warnings = self.ranks.on_rank_zero(
+            lambda: kept_corpora.keep(path, self.corpora, began=began, evaluates=evaluates)
+        )
+        for warning in warnings:
+            self._note(warning)
 
     def _load(self) -> int:
         """Load the checkpoint or the initial weights; returns the completed steps."""
