@@ -4,7 +4,8 @@
 
 Losses are those of the pages in benchmarks/results, of models of 5.9 million parameters after 9.8 million tokens, from
 position 1,024 of 2,048 on. A filled point is the first seed, a hollow one the second, where it was measured. Costs are
-counted for configs/model/1b.yaml with the same kinds of layers.
+counted for configs/model/1b.yaml with the same kinds of layers, with the selection that was trained; a note says what
+the selection of configs/model/350m-selected.yaml costs.
 """
 
 import argparse
@@ -23,6 +24,12 @@ SEQ_LEN, VOCAB_SIZE = 2**20, 50_257
 
 WINDOW = {"preset": "softmax", "window": 128, "short_convolution": 4}
 PARTS = {"short_convolution": 4, "output_norm": True, "output_gate": "silu"}
+MEASURED = {
+    "preset": "selected",
+    **PARTS,
+    "near": {"block_size": 32, "blocks": 2},
+    "selection": {"blocks": 16, "landmarks": 4, "unit": "token", "rope": "none"},
+}
 
 
 class Shown(NamedTuple):
@@ -41,6 +48,17 @@ class Shown(NamedTuple):
     side: str = "right"
     """Where the label is: right, above or below."""
 
+    note: str = ""
+    """More lines for the label; {configured} stands for the cost of CONFIGURED."""
+
+    @property
+    def model_layers(self) -> dict[str, object]:
+        """The keys of a model that say what its layers are."""
+        return {"attention": self.layers[0], "attention_pattern": self.layers}
+
+
+CONFIGURED = yaml_text.read(ROOT / "configs" / "model" / "350m-selected.yaml")["model"]
+"""The shipped layers with chosen blocks, which have not been trained on text."""
 
 HYBRIDS, SECOND_SEED = "far_context_hybrids_cpu", "far_context_second_seed_cpu"
 
@@ -48,10 +66,12 @@ SHOWN = [
     Shown("windows", [HYBRIDS], "local_convolution", [WINDOW], "above"),
     Shown("FLuRKA", [HYBRIDS], "flurka_convolution", [{"preset": "flurka", "short_convolution": 4}]),
     Shown(
-        "windows, 1 of 4 layers\nchooses blocks",
+        "windows, 1 of 4 layers chooses\n16 blocks of 32, one level",
         ["far_context_unrotated_cpu", "far_context_unrotated_second_seed_cpu"],
         "local_selected_unrotated",
-        [*[WINDOW] * 3, {"preset": "selected", **PARTS, "selection": {"levels": 2, "rope": "none"}}],
+        [*[WINDOW] * 3, MEASURED],
+        "above",
+        "(as configured, 8 of 64, two levels:\n{configured:.1f} GFLOP, not yet trained on text)",
     ),
     Shown(
         "windows, 1 of 4 layers\nsoftmax",
@@ -93,11 +113,10 @@ def losses_of(shown: Shown) -> list[float]:
     return losses
 
 
-def gflops_of(shown: Shown) -> float:
-    """Training GFLOP per token of a 1B model of such layers, in sequences of a million tokens."""
+def gflops_of(layers: dict[str, object], seq_len: int = SEQ_LEN) -> float:
+    """Training GFLOP per token of a 1B model of such layers: `attention` and `attention_pattern`."""
     tree = yaml_text.read(ROOT / "configs" / "model" / "1b.yaml")["model"]
-    model = Model.model_validate({**tree, "attention": shown.layers[0], "attention_pattern": shown.layers})
-    return training_flops_per_token(model, SEQ_LEN, VOCAB_SIZE) / 1e9
+    return training_flops_per_token(Model.model_validate({**tree, **layers}), seq_len, VOCAB_SIZE) / 1e9
 
 
 def draw(out: Path) -> None:
@@ -111,12 +130,14 @@ def draw(out: Path) -> None:
     matplotlib.rcParams |= {"svg.hashsalt": "megakernel", "svg.fonttype": "path"}
     figure, axes = pyplot.subplots(figsize=(7.2, 3.2))
     for shown in SHOWN:
-        x, losses = gflops_of(shown), losses_of(shown)
+        x, losses = gflops_of(shown.model_layers), losses_of(shown)
         color = "#0072b2" if "chooses" in shown.label else "#777777"
         fills = [color, *["none"] * (len(losses) - 1)]
         axes.scatter([x] * len(losses), losses, s=60, facecolors=fills, edgecolors=color, zorder=3)
         place, across, up = PLACES[shown.side]
         text = f"{shown.label}: {', '.join(f'{loss:.2f}' for loss in losses)}"
+        if shown.note:
+            text += "\n" + shown.note.format(configured=gflops_of(CONFIGURED))
         anchor = {"above": max(losses), "below": min(losses)}.get(shown.side, sum(losses) / len(losses))
         axes.annotate(
             text, (x, anchor), textcoords="offset points", xytext=place, ha=across, va=up, fontsize=9

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.copying_picture import ROOT, SHOWN, Shown, draw, gflops_of, losses_of
-from megakernel.config import UserError
+from benchmarks.copying_picture import CONFIGURED, ROOT, SHOWN, Shown, draw, gflops_of, losses_of
+from megakernel.config import UserError, yaml_text
 
 PICTURE = ROOT / "docs" / "images" / "copying.svg"
 
@@ -18,11 +18,19 @@ def test_the_readme_has_the_numbers_of_the_picture():
         if shown.label in names:
             (row,) = (row for row in rows if row.startswith(f"| {names[shown.label]}"))
             assert all(f"{loss:.2f}" in row for loss in losses_of(shown))
-            assert (
-                row.rstrip(" |")
-                .replace("; no GPU has run its kernels yet", "")
-                .endswith(f"{gflops_of(shown):.1f}")
-            )
+            layers = CONFIGURED if shown.note else shown.model_layers
+            assert f"{gflops_of(layers, 8192):.1f} and {gflops_of(layers):.1f}" in row
+            if shown.note:
+                assert f"({gflops_of(shown.model_layers):.1f} at 1M)" in row
+
+
+def test_the_picture_costs_the_selection_that_was_trained():
+    (study,) = (shown for shown in SHOWN if shown.note)
+    models = yaml_text.read(ROOT / "benchmarks" / "experiments" / "far_context.yaml")["models"]
+    trained, drawn = models["local_selected_unrotated"][-1], study.layers[-1]
+    assert {key: drawn[key] for key in ("near", "selection")} == {
+        key: trained[key] for key in ("near", "selection")
+    }
 
 
 @pytest.mark.parametrize(
