@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from pydantic import BaseModel, Field
 
-from data_pipeline.files import CATALOG, TEXT_FILE, File
+from data_pipeline.files import CATALOG, HIDDEN, TEXT_FILE, File
 from data_pipeline.rows import NOT_UNICODE
 from megakernel.config.errors import UserError
 
@@ -117,10 +117,13 @@ def describe_files(files: Sequence[File], left_out: dict[str, str]) -> list[str]
     common = os.path.commonpath([os.path.abspath(file.path.parent) for file in files]) if files else ""
     groups = {group: [os.path.relpath(name, common) for name in names] for group, names in groups.items()}
     width = max((len(f"{len(names):,}") for names in groups.values()), default=0)
-    return [
-        f"{len(names):>{width},} {'file' if len(names) == 1 else 'files'} {how}: {_some(names)}"
-        for (_, how), names in sorted(groups.items())
-    ]
+    lines = []
+    for (_, how), names in sorted(groups.items()):
+        noun = "file " if len(names) == 1 else "files "
+        if how == f"left out: {HIDDEN}":  # files and folders
+            noun = ""
+        lines.append(f"{len(names):>{width},} {noun}{how}: {_some(names)}")
+    return lines
 
 
 def count_left_out(files: Iterable[File], left_out: dict[str, str]) -> dict[str, int]:

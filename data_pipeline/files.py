@@ -55,6 +55,9 @@ _SEPARATED = {".csv": CSV, ".tsv": TSV}
 EMPTY = "empty"
 """What an empty file is."""
 
+HIDDEN = "hidden"
+"""What a file or folder is whose name begins with a dot."""
+
 TABLE_ENDINGS = (*_JSON_LINES_NAMES, *_BINARY_TABLES, ".json", *_SEPARATED)
 """Usual names of tables, for messages."""
 

@@ -243,11 +243,14 @@ def check_columns(rows: Sequence[Row], columns: Columns) -> None:
     """UserError if all rows lack one of `columns`."""
     for key in columns.names:
         if not any(has_column(row, key) for row in rows):
-            names = list(islice(dict.fromkeys(chain.from_iterable(map(_paths, rows))), 20))
-            more = ", ..." if len(names) == 20 else ""
-            raise UserError(
-                f"no column {key!r} among {', '.join(names)}{more}; set --{column_option(key, columns)}"
-            )
+            raise _no_column(key, rows, columns)
+
+
+def _no_column(key: str, rows: Sequence[Row], columns: Columns) -> UserError:
+    names = list(islice(dict.fromkeys(chain.from_iterable(map(_paths, rows))), 20))
+    among = f" among {', '.join(names)}" if names else ""
+    more = ", ..." if len(names) == 20 else ""
+    return UserError(f"no column {key!r}{among}{more}; set --{column_option(key, columns)}")
 
 
 def column_option(key: str, columns: Columns) -> str:
@@ -266,13 +269,26 @@ def _paths(row: Row, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{key}"
 
 
-def value_of(row: Row, key: str) -> Any:
-    """The value of a column, which a dotted path may name; None if the row lacks it."""
+_ABSENT = object()
+
+
+def values_of(row: Row, columns: Columns) -> tuple[Any, ...]:
+    """The values of `columns`, which dotted paths may name; UserError if the row lacks one, which is not null there."""
+    values = tuple(_value_of(row, key) for key in columns.names)
+    for key, value in zip(columns.names, values):
+        if value is _ABSENT:
+            raise _no_column(key, [row], columns)
+    return values
+
+
+def _value_of(row: Row, key: str) -> Any:
     if key in row:
         return row[key]
     first, dot, rest = key.partition(".")
-    inner = row.get(first)
-    return value_of(inner, rest) if dot and isinstance(inner, Mapping) else None
+    inner = row.get(first, _ABSENT) if dot else _ABSENT
+    if inner is None:  # a null structure has null columns
+        return None
+    return _value_of(inner, rest) if isinstance(inner, Mapping) else _ABSENT
 
 
 def _batch_rows(batch: Any, number: int) -> Iterator[tuple[int, Row] | BadRow]:

@@ -10,7 +10,16 @@ from typing import Any
 
 from data_pipeline.catalogs import catalogs
 from data_pipeline.document import TEXT, Columns
-from data_pipeline.files import ABOUT_FILES, EMPTY, TABLE_ENDINGS, TEXT_FILE, File, choose, recognize
+from data_pipeline.files import (
+    ABOUT_FILES,
+    EMPTY,
+    HIDDEN,
+    TABLE_ENDINGS,
+    TEXT_FILE,
+    File,
+    choose,
+    recognize,
+)
 from data_pipeline.manifest import FILE as MANIFEST
 from data_pipeline.sources import (
     BENCHMARKS,
@@ -100,14 +109,14 @@ def _file_source(
     files: list[File] = []
     for path, inside in found:
         if inside is not None:
-            files += choose(map(_recognize, inside), columns, by_name=by_name)
+            files += choose(map(_recognize_inside, inside), columns, by_name=by_name)
             continue
         file = _recognize(path)
         if file.format is None and file.what != EMPTY:
             raise UserError(f"--source {path} is not read: it is {file.what}; give files of text or tables")
         files.append(file)
     read = [file for file in files if file.format is not None]
-    others = [file for file in files if file.format is None and file.what != EMPTY]
+    others = [file for file in files if file.format is None and file.what not in (EMPTY, HIDDEN)]
     if others and all(file.format == TEXT_FILE and ABOUT_FILES.match(file.path.name) for file in read):
         raise UserError(
             f"--source {others[0].path} and {len(others) - 1:,} other files are not read: it is {others[0].what}; no "
@@ -132,7 +141,17 @@ def _recognize(path: Path) -> File:
         return recognize(path)
 
 
+def _recognize_inside(path: Path) -> File:
+    """What is inside a folder, where hidden files and folders are not read."""
+    return File(path, what=HIDDEN) if _is_hidden(path) else _recognize(path)
+
+
+def _is_hidden(path: Path) -> bool:
+    return path.name.startswith(".")
+
+
 def _find_files(path: Path, include: Sequence[str]) -> list[Path]:
+    """The files of a folder, and the hidden files and folders in it. Raises UserError unless one is not hidden."""
     if not path.is_dir():
         raise UserError(f"--source {path} does not exist; give files, a directory, hf:NAME or stdlib alone")
     if is_prepared(path):
@@ -141,17 +160,20 @@ def _find_files(path: Path, include: Sequence[str]) -> list[Path]:
         )
     files = [
         file
-        for file in sorted(_visible_files(path))
-        if file.is_file() and (not include or any(fnmatch(file.name, pattern) for pattern in include))
+        for file in sorted(_listed(path))
+        if (file.is_file() or _is_hidden(file))
+        and (not include or any(fnmatch(file.name, pattern) for pattern in include))
     ]
-    if not files:
+    if all(map(_is_hidden, files)):
         wanted = f" that matches --include {' '.join(include)}" if include else ""
         raise UserError(f"--source {path} holds no file{wanted}; give another directory or pattern")
     return files
 
 
-def _visible_files(directory: Path) -> Iterator[Path]:
-    """What a directory holds at any depth besides directories, without hidden ones, prepared ones and `lost+found`.
+def _listed(directory: Path) -> Iterator[Path]:
+    """What a directory holds at any depth besides directories, and hidden directories, of which it gives no content.
+
+    Prepared folders and `lost+found` are left out.
 
     A link to a directory elsewhere is followed, once; one to a part of `directory` leads to nothing new, and one to
     what contains it would lead in a circle. Raises UserError for what cannot be listed.
@@ -165,7 +187,7 @@ def _visible_files(directory: Path) -> Iterator[Path]:
     root, followed = directory.resolve(), set[Path]()
 
     def leads_on(folder: Path) -> bool:
-        if folder.name.startswith(".") or folder.name == "lost+found":  # the file system's own
+        if _is_hidden(folder) or folder.name == "lost+found":  # the file system's own
             return False
         if is_prepared(folder):
             _log.warning("%s is a prepared folder and is not read", folder)
@@ -179,8 +201,10 @@ def _visible_files(directory: Path) -> Iterator[Path]:
         return True
 
     for parent, folders, names in os.walk(directory, onerror=refuse, followlinks=True):
-        folders[:] = [name for name in sorted(folders) if leads_on(Path(parent, name))]
-        yield from (Path(parent, name) for name in names if not name.startswith("."))
+        inside = [Path(parent, name) for name in sorted(folders)]
+        yield from filter(_is_hidden, inside)
+        folders[:] = [folder.name for folder in inside if leads_on(folder)]
+        yield from (Path(parent, name) for name in names)
 
 
 def is_prepared(folder: Path) -> bool:

@@ -34,7 +34,7 @@ from data_pipeline.rows import (
     check_columns,
     column_option,
     read_rows,
-    value_of,
+    values_of,
 )
 from data_pipeline.tokenizers import Tokenizer, unreachable
 from megakernel.config.errors import UserError, first_line
@@ -184,7 +184,7 @@ class Files(DocumentSource):
         if file.format in (CSV, TSV):
             check_columns(file.sample, columns)
         rows = read_rows(file, columns)
-        # A row may lack a column that other rows have; if all of the first rows lack it, the column's name is wrong.
+        # A row that lacks a column is a bad one; if all of the first rows lack it, the column's name is wrong.
         first = list(islice(rows, BATCH))
         if good := [row[1] for row in first if not isinstance(row, BadRow)]:
             check_columns(good, columns)
@@ -193,13 +193,14 @@ class Files(DocumentSource):
             if isinstance(row, BadRow):
                 yield row
                 continue
-            number, values = row[0], tuple(value_of(row[1], key) for key in columns.names)
-            if is_text and columns.label is not None:
-                if not values[-1]:
-                    self.counts.skipped["no labeled row"] += 1
-                    continue
-                values = *values[:-1], float(values[-1]) if columns.numbers else parse_class(values[-1])
+            number = row[0]
             try:
+                values = values_of(row[1], columns)
+                if is_text and columns.label is not None:
+                    if not values[-1]:
+                        self.counts.skipped["no labeled row"] += 1
+                        continue
+                    values = *values[:-1], float(values[-1]) if columns.numbers else parse_class(values[-1])
                 document = _document(values, columns)
             except UserError as error:
                 yield BadRow(number, str(error))
@@ -349,7 +350,7 @@ def _documents(
     check_columns([*rows, dict.fromkeys(table)], columns)
     for number, row in enumerate(rows, first):
         try:
-            document = _document(tuple(value_of(row, key) for key in columns.names), columns)
+            document = _document(values_of(row, columns), columns)
             yield document if document.messages is None else document._replace(place=(name, number))
         except UserError as error:
             yield BadRow(number, str(error))

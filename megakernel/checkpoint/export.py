@@ -22,6 +22,7 @@ from .dense import is_dense_checkpoint
 from .dense.checkpoint import CONFIG, INDEX, ONE_FILE, model_parts, vocabulary_names
 from .dense.configs import plain_config
 from .dense.families import FAMILIES
+from .dense.generation_settings import GENERATION_CONFIG, generation_settings
 from .dense.own import OWN, own_config, own_parts
 from .dense.parts import Part
 from .dense.tokenizer import save_tokenizer
@@ -194,12 +195,6 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
     _write(folder / INDEX, index)
 
 
-GENERATION_CONFIG = "generation_config.json"
-
-_GENERATED = "_from_model_config"
-"""Key of a file that `transformers` generated from config.json, so it has no choices of the model's author."""
-
-
 def generation_config(config: Config, tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     """Contents of generation_config.json for the model of a run.
 
@@ -224,7 +219,7 @@ def generation_config(config: Config, tokenizer: Tokenizer, vocab_size: int) -> 
 
 
 def _inherited_settings(source: Path | None) -> dict[str, Any]:
-    """generation_config.json of the dense model at the start of a chain of `init.from`; empty if nobody wrote one."""
+    """`generation_settings` of the dense model at the start of a chain of `init.from`; empty if it is not there."""
     visited: set[Path] = set()
     while source is not None and not is_dense_checkpoint(source):
         run = run_of(source.resolve())
@@ -236,18 +231,4 @@ def _inherited_settings(source: Path | None) -> dict[str, Any]:
             source = recorded_config(run).init.source
         except ConfigError:  # written by a version with other keys
             return {}
-    if source is None or not (source / GENERATION_CONFIG).is_file():
-        return {}
-    try:
-        settings = json.loads((source / GENERATION_CONFIG).read_text(encoding="utf-8"))
-        if not isinstance(settings, dict):
-            raise ValueError(f"a {type(settings).__name__}")
-    except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"{source / GENERATION_CONFIG} is no JSON object ({error}); download it again, or remove it"
-        ) from None
-    if settings.pop(_GENERATED, False):
-        return {}
-    return {
-        key: value for key, value in settings.items() if value is not None and key != "transformers_version"
-    }
+    return {} if source is None else generation_settings(source)

@@ -59,11 +59,11 @@ class OpenedModel:
 
     @property
     def ends(self) -> frozenset[int]:
-        """Token ids that end a text: the tokenizer's, and those of the model's generation_config.json."""
+        """Token ids that end a text: the tokenizer's, and those that the files of its dense model name."""
         if self.run is None:
-            from .dense.checkpoint import json_object
+            from .dense.generation_settings import generation_settings
 
-            eos = json_object(self.folder / "generation_config.json").get("eos_token_id")
+            eos = generation_settings(self.folder).get("eos_token_id")
         else:
             from .export import generation_config
 

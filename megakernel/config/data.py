@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationError
 
-from .errors import Problem
+from .errors import ConfigError, Problem
 from .section import Section
 
 
@@ -24,13 +24,24 @@ class Corpus(Section):
 
 def _as_corpora(value: Any) -> Any:
     if isinstance(value, dict) and "path" not in value:
-        value = [{"path": path, "weight": weight} for path, weight in value.items()]
+        value = [{"path": path, "weight": _checked_weight(path, weight)} for path, weight in value.items()]
     elif isinstance(value, (str, Path, dict)):
         value = [value]
     if not isinstance(value, list):
         return value
     listed = [{"path": item} if isinstance(item, (str, Path)) else item for item in value]
     return [one for item in listed for one in (_expanded(item) if isinstance(item, dict) else [item])]
+
+
+def _checked_weight(path: Any, weight: Any) -> Any:
+    """The weight, if a corpus may have it; ConfigError names the corpus, which has no key of its own in a mapping."""
+    try:
+        Corpus.model_validate({"path": "data", "weight": weight})
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        wrong = f"has the weight {weight!r}, which {reason}"
+        raise ConfigError([Problem("", path, wrong, "change its weight, or leave the corpus out")]) from None
+    return weight
 
 
 def _expanded(corpus: dict[str, Any]) -> list[dict[str, Any]]:

@@ -35,6 +35,12 @@ def read_composed(path: Path, parents: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigError([Problem(f"{path}: extends", bases, "names no files", remedy)])
     out: dict[str, Any] = {}
     for base in bases:
+        try:
+            yaml_text.read_text(path.parent / base)
+        except ConfigError as error:
+            reason = f"of {path} {error.problems[0].reason}"
+            remedy = "name a YAML file, relative to that one"
+            raise ConfigError([Problem("extends", base, reason, remedy)]) from None
         out = merge_config(out, read_composed(path.parent / base, (*parents, resolved)))
     return merge_config(out, tree)
 

@@ -23,6 +23,22 @@ def test_corpora_are_named_as_a_path_a_list_or_with_weights():
     assert corpora([{"path": "a", "weight": 3}, {"path": "b", "weight": 0.5}]) == [("a", 3), ("b", 0.5)]
 
 
+@pytest.mark.parametrize(
+    ("weight", "reason"),
+    [
+        (0, "has the weight 0, which should be greater than 0"),
+        ("much", "has the weight 'much', which should be a valid number, unable to parse string as a number"),
+        (True, "has the weight True, which should be a number"),
+    ],
+)
+def test_a_wrong_weight_is_named_with_its_corpus(weight, reason):
+    line = f"data/sp ace {reason}; change its weight, or leave the corpus out"
+    found = problems(data={"train": {"data/a": 1, "data/sp ace": weight}})
+    assert str(found["data.train"]) == f"data.train={line}"
+    found = problems(data={"stages": [{"train": {"data/sp ace": weight}, "from_step": 1}]})
+    assert str(found["data.stages.0.train"]) == f"data.stages.0.train={line}"
+
+
 def test_a_weight_for_some_corpora_only_is_refused():
     for key in ("train", "validation"):
         found = problems(data={key: ["a", {"path": "b", "weight": 2}]})

@@ -51,10 +51,15 @@ def test_extends_takes_only_file_names(tmp_path, extends):
         load(tmp_path / "run.yaml")
 
 
-def test_a_missing_extended_file_is_named(tmp_path):
-    (tmp_path / "run.yaml").write_text("extends: gone.yaml")
-    with pytest.raises(ConfigError, match=r"gone\.yaml cannot be read \(No such file or directory\)"):
+def test_a_missing_extended_file_is_named_with_the_file_that_extends_it(tmp_path):
+    (tmp_path / "run.yaml").write_text("extends: base.yaml")
+    (tmp_path / "base.yaml").write_text("extends: more/gone.yaml")
+    with pytest.raises(ConfigError) as caught:
         load(tmp_path / "run.yaml")
+    assert str(caught.value) == (
+        f"extends=more/gone.yaml of {tmp_path}/base.yaml cannot be read (No such file or directory); "
+        "name a YAML file, relative to that one"
+    )
 
 
 def test_overrides_apply_to_the_file_in_order(tmp_path):

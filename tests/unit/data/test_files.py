@@ -24,6 +24,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from data_pipeline.document import Columns
+from data_pipeline.manifest import Manifest
 from data_pipeline.prepare import PrepareRequest, open_source, prepare
 from tests.tiers import tiered
 from tests.unit.data.conftest import documents
@@ -289,6 +290,22 @@ def test_a_cloned_dataset_is_read_as_its_tables_and_the_rest_is_listed(tmp_path:
     }.items():
         assert f"left out: {why}: {name}" in output
     assert len(texts_of(clone, include=("*.parquet", "*.md"))) == len(TEXTS) + 1, "patterns say what is read"
+
+
+def test_hidden_files_and_folders_are_left_out_with_one_line(tmp_path: Path):
+    source = tmp_path / "source"
+    (source / "sub/.git/inner").mkdir(parents=True)
+    (source / "a.txt").write_text(" ".join(TEXTS[:3]))
+    for hidden in (".f.txt", "sub/.hid", "sub/.git/inner/b.txt"):
+        (source / hidden).write_text("hidden text")
+    output = prepared_output(source, tmp_path / "out")
+    assert "1 file read as text: a.txt" in output
+    assert "3 left out: hidden: .f.txt, sub/.git, sub/.hid" in output
+    assert Manifest.read(tmp_path / "out").source["left_out"] == {"hidden": 3}
+    assert texts_of(source / ".f.txt") == ["hidden text"], "named, it is read"
+    (source / "a.txt").unlink()
+    with pytest.raises(ValueError, match="holds no file; give another directory or pattern"):
+        texts_of(source)
 
 
 def test_json_without_the_text_column_is_text_beside_texts_and_the_table_says_so(tmp_path: Path):

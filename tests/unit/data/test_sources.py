@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from data_pipeline import sources
+from data_pipeline.accounting import describe_bad_rows
 from data_pipeline.document import Columns
 from data_pipeline.prepare import open_source
 from tests.unit.data.conftest import documents, prepared, write_jsonl
@@ -200,11 +201,35 @@ def test_damaged_rows_and_empty_files_are_skipped(tmp_path: Path):
     (tmp_path / "1.jsonl.gz").write_bytes(gzip.compress(b""))
     (tmp_path / "2.jsonl").write_bytes(
         b'{"text": "\xff\xfe"}\n\n{"text": "\\ud83d"}\n'
-        b'{"text": "a", "meta": 1}\n{"meta": "b"}\n{"text": "\\ud83d\\ude00"}'
+        b'{"text": "a", "meta": 1}\n{"text": null, "meta": "b"}\n{"text": "\\ud83d\\ude00"}'
     )
     source = open_source([str(tmp_path)])
     assert [document.texts for document in source] == [("a",), ("😀",)]
     assert source.skipped == {"not UTF-8": 2, "empty": 1}
+
+
+def test_a_row_without_the_text_column_is_a_bad_one(tmp_path: Path):
+    """Unlike one whose text is null or empty: most rows of a file may have another key."""
+    rows = ['{"text": "a"}'] * 3 + ['{"content": "b", "id": 1}'] + ['{"text": null}', '{"text": ""}']
+    (tmp_path / "mixed.jsonl").write_text("\n".join(rows))
+    source = open_source([str(tmp_path)])
+    assert [document.texts for document in source] == [("a",)] * 3
+    assert source.skipped == {"bad row": 1, "empty": 2}
+    line = f"{tmp_path / 'mixed.jsonl'}: row 4 (no column 'text' among content, id)"
+    assert describe_bad_rows(source.counts) == [line]
+    (tmp_path / "mixed.jsonl").write_text("\n".join(rows[:3] + rows[3:4] * 1000))
+    reason = "no column 'text' among content, id; set --text-key; 1,000 of 1,003 rows are bad, more than --max-bad-"
+    with pytest.raises(ValueError, match=f"mixed.jsonl cannot be read: row 4: {reason}"):
+        list(open_source([str(tmp_path)]))
+
+
+def test_a_null_structure_has_empty_texts(tmp_path: Path):
+    nested = '{"content": {"text": "a"}}\n{"content": null}\n{"content": {"id": 1}}\n{"content": "b"}'
+    (tmp_path / "nested.jsonl").write_text(nested)
+    source = open_source([str(tmp_path)], columns=Columns(("content.text",)))
+    source.max_bad_rows = 1
+    assert [document.texts for document in source] == [("a",)]
+    assert source.skipped == {"empty": 1, "bad row": 2}
 
 
 def test_texts_that_look_like_other_types_stay_text(tmp_path: Path):

@@ -15,6 +15,8 @@ from megakernel.checkpoint.dense.configs import plain_config
 from megakernel.checkpoint.dense.tokenizer import save_tokenizer
 from megakernel.checkpoint.export import generation_config
 from megakernel.checkpoint.manifest import SavedProgress, write_manifest
+from megakernel.checkpoint.opened import OpenedModel
+from megakernel.checkpoint.trained_run import TrainedRun
 from megakernel.config import Model, UserError, load, to_yaml
 from megakernel.config.model import Dropout
 from tests import dense_models
@@ -147,7 +149,24 @@ def test_decoding_is_greedy_by_default(tmp_path):
         "eos_token_id": 2,
         "transformers_version": "5.23.0",
     }
-    assert generation_settings(tmp_path, "up", **model_defaults) == OWN_IDS
+    ids = {"bos_token_id": 1, "eos_token_id": [2, 256]}
+    assert generation_settings(tmp_path, "up", **model_defaults, do_sample=True) == OWN_IDS | ids
+
+
+def test_end_tokens_that_only_the_configuration_names_are_kept(tmp_path):
+    """Of a chat model: its end-of-turn token, without which neither an export nor a run ends its turn."""
+    generation_settings(tmp_path, "up")
+    dense = tmp_path / "dense"
+    (dense / "generation_config.json").unlink()
+    settings = {"model_type": "llama", "eos_token_id": [7, 9], "pad_token_id": None, "max_length": 20}
+    (dense / "config.json").write_text(json.dumps(settings))
+    config = load(tmp_path / "up/config.yaml")
+    assert generation_config(config, ByteTokenizer(), 260) == OWN_IDS | {"eos_token_id": [7, 9, 256]}
+    for model in (
+        OpenedModel(dense, None, config, ByteTokenizer()),
+        OpenedModel(tmp_path / "up", TrainedRun(config, None), config, ByteTokenizer()),
+    ):
+        assert model.ends == {7, 9, 256}
 
 
 def test_generation_settings_of_the_dense_model_are_kept_through_all_stages(tmp_path):
