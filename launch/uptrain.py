@@ -6,7 +6,7 @@ from launch import training
 from megakernel.config import ConfigError, Problem, load
 
 HELP = "turn a dense model into a kernelized or FLuRKA model, stage by stage, or continue a stopped run"
-EXAMPLE = "megakernel uptrain configs/uptrain/flurka.yaml init.from=models/Llama-3.2-1B --nproc 2"
+EXAMPLE = "megakernel uptrain configs/uptrain/demo.yaml init.from=models/dense --nproc 2"
 
 add_arguments = training.add_arguments
 
