@@ -151,7 +151,8 @@ class DenseCheckpoint:
         frequencies, which training on longer sequences may change.
         """
         return [
-            f"model.{_WRITTEN.get(key, key)}={getattr(model, key)!r} is {getattr(self.model, key)!r} in the checkpoint; set it to that"
+            f"model.{_WRITTEN.get(key, key)}={getattr(model, key)!r} is {getattr(self.model, key)!r} in the "
+            "checkpoint; set it to that"
             for key in _FUNCTION_KEYS
             if getattr(model, key) != getattr(self.model, key)
         ]

@@ -105,7 +105,9 @@ def test_every_differing_model_key_is_named(llama):
     ]
     other = checkpoint.model.model_copy(update={"head_dim": 2 * checkpoint.model.head_size})
     [line] = checkpoint.differing_keys(other)
-    assert line.startswith(f"model.head_dim={other.head_dim} is {checkpoint.model.head_size} in the checkpoint")
+    assert line.startswith(
+        f"model.head_dim={other.head_dim} is {checkpoint.model.head_size} in the checkpoint"
+    )
 
 
 def test_only_the_vocabulary_is_padded_with_zeros(llama):
