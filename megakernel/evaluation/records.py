@@ -51,9 +51,8 @@ def record(folder: Path, step: int, spec: str, result: TaskResult, tensorboard: 
         file.with_suffix(".png").write_bytes(plot)
     file.with_suffix(".md").write_text(result.table().markdown() + "\n", encoding="utf-8")
     # Last, because readers look for this file.
-    write_atomically(
-        file, json.dumps({"task": spec, **result.as_dict(), "scalars": result.scalars()}, indent=1) + "\n"
-    )
+    recorded = {"task": spec, **result.as_dict(), "scalars": result.scalars()} | {"task": spec}
+    write_atomically(file, json.dumps(recorded, indent=1) + "\n")
     if tensorboard:
         with (folder / "evaluation" / ".lock").open("a") as lock:
             # Of two evaluations that end together, the second must see the results and the events of the first.

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from data_pipeline.spec import build, check_options, find_class, split_spec
 from data_pipeline.synthetic import TASKS
-from megakernel.config import UserError
+from megakernel.config import Training, UserError
 from megakernel.config.section import Section
 
 from .answers import AnswersTask
@@ -111,6 +112,8 @@ def evaluate_tasks(
 ) -> Iterator[tuple[str, TaskResult]]:
     """Measure tasks on one checkpoint in this process; yields each spec with its result as soon as it is done.
 
+    A spec has those of samples, seq_len and draws that differ from the run's: the names of two measurements differ.
+
     Args:
         folder: a run folder, or one in Hugging Face format.
         specs: `NAME` or `NAME:key=value,...`, with names from `KINDS`, or `lm_eval:NAME` of lm-evaluation-harness.
@@ -128,7 +131,8 @@ def evaluate_tasks(
             run does not support.
     """
     tasks = parse(specs, samples, seq_len, draws, include_path, continue_texts, translate)
-    return _measure(folder, tasks, step, progress, data)
+    given = {"samples": samples, "seq_len": seq_len, "draws": draws}
+    return _measure(folder, tasks, step, progress, data, given)
 
 
 def evaluate_run(
@@ -171,10 +175,31 @@ def _measure(
     step: int | None,
     progress: Callable[[str, int, int], None],
     data: Path | None = None,
+    given: Mapping[str, int | None] = MappingProxyType({}),
 ) -> Iterator[tuple[str, TaskResult]]:
     source = find_run(folder, step, [task.split for task in tasks if task.split is not None], data)
     for task in tasks:
         task.check(source)
     subject = load_run(source)
     for task in tasks:
-        yield task.spec, task.measure(subject, partial(progress, task.spec))
+        spec = _complete_spec(task, source.config.training, given)
+        yield spec, task.measure(subject, partial(progress, task.spec))
+
+
+def _complete_spec(task: Task, training: Training, given: Mapping[str, int | None]) -> str:
+    """A task's spec and the options beside it that make another measurement of it than without them."""
+    defaults: dict[str, int | None] = {"samples": training.eval_samples}
+    if isinstance(task, LanguageModelling):
+        defaults |= {"seq_len": training.evaluation_len, "draws": None}
+    elif isinstance(task, AnswersTask):
+        defaults["samples"] = SAMPLES
+    elif isinstance(task, HarnessTask):
+        defaults["samples"] = None
+    written = task.spec.replace(":", ",").split(",")
+    added = [
+        f"{key}={value}"
+        for key, default in defaults.items()
+        if (value := given.get(key)) not in (None, default)
+        and not any(item.startswith(f"{key}=") for item in written)
+    ]
+    return ",".join([task.spec if ":" in task.spec or not added else f"{task.spec}:{added.pop(0)}", *added])

@@ -261,7 +261,8 @@ class Trainer:
     def _next_commands(self) -> Iterator[str]:
         path = self.folder.path
         run, root = shlex.quote(str(path)), shlex.quote(str(path.parent))
-        yield f"megakernel evaluate {run}"
+        if self.config.training.eval_samples:  # else there may be no validation split
+            yield f"megakernel evaluate {run}"
         if self.config.model.kind in ("causal_lm", "encoder_decoder"):
             yield f"megakernel generate {run} --prompt TEXT"
         yield "megakernel monitor" + (f" --root {root}" if path.parent != Path("runs") else "")

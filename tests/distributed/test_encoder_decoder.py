@@ -267,10 +267,13 @@ def test_the_table_of_translations_says_what_was_cut():
     assert score.table().below[0].startswith("BLEU 20.00 of 3 pairs, 1 of them distinct, (50.0/")
 
 
-def test_a_model_that_does_not_translate_is_refused_by_the_task(corpus, tmp_path, capsys):
+def test_a_model_that_does_not_translate_is_refused_by_the_task(corpus, tmp_path, capfd):
     config = write_language_model(tmp_path, corpus)
     train(config, 1, "training.steps=1", "training.eval_samples=0")
+    _, _, following = capfd.readouterr().out.partition("done; next:")
+    assert "megakernel generate" in following
+    assert "megakernel evaluate" not in following, "without validation samples it measures nothing"
     assert main(["evaluate", str(tmp_path / "run"), "--task", "translation"]) == 2
-    assert "does not translate; give a run of an encoder_decoder, or --task lm" in capsys.readouterr().err
+    assert "does not translate; give a run of an encoder_decoder, or --task lm" in capfd.readouterr().err
     assert main(["generate", str(tmp_path / "run"), "--prompt", "x", "--beams", "2"]) == 2
-    assert "--beams 2 has no effect" in capsys.readouterr().err
+    assert "--beams 2 has no effect" in capfd.readouterr().err

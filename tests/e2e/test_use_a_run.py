@@ -107,10 +107,35 @@ def test_several_tasks_are_evaluated_at_once_and_saved_in_the_run(run, tmp_path,
     assert (mqar["examples"], mqar["answers"]) == (4, 32)
     assert all(result["step"] == 2 for result in printed)
     saved = folder / "evaluation" / "step_2"
-    assert {file.stem for file in saved.glob("*.json")} == set(specs.values())
-    assert json.loads((saved / "mqar-length-64.json").read_text())["accuracy"] == mqar["accuracy"]
+    assert {file.stem for file in saved.glob("*.json")} == {f"{name}-samples-4" for name in specs.values()}
+    recorded = json.loads((saved / "mqar-length-64-samples-4.json").read_text())
+    assert (recorded["task"], recorded["accuracy"]) == ("mqar:length=64,samples=4", mqar["accuracy"])
     assert main(["evaluate", str(folder), "--task", "mqar:length=64,samples=4"]) == 0
     assert "of the answers are right" in capsys.readouterr().out
+
+
+def test_options_beside_a_task_do_not_replace_its_result(run, tmp_path, capsys):
+    folder = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("evaluation"))
+    saved = folder / "evaluation" / "step_4"
+    usual = evaluate_run(run)
+    as_usual = ["--samples", str(usual.samples), "--seq-len", str(usual.seq_len)]
+    for options in (
+        as_usual,
+        ["--seq-len", "64"],
+        ["--samples", "3", "--seq-len", "64", "--task", "lm:stride=32"],
+    ):
+        assert main(["evaluate", str(folder), *options]) == 0
+    tasks = {file.name: json.loads(file.read_text())["task"] for file in saved.glob("*.json")}
+    assert tasks == {
+        "lm.json": "lm",
+        "lm-seq_len-64.json": "lm:seq_len=64",
+        "lm-stride-32-samples-3-seq_len-64.json": "lm:stride=32,samples=3,seq_len=64",
+    }
+    assert json.loads((saved / "lm.json").read_text())["loss"] == usual.loss
+    capsys.readouterr()
+    other = shutil.copytree(folder, tmp_path / "other")
+    assert main(["compare", str(folder), str(other)]) == 0
+    assert "  lm:seq_len=64\n" in capsys.readouterr().out
 
 
 def test_results_on_other_data_do_not_replace_those_on_the_runs_own(run, tmp_path, capsys):

@@ -53,7 +53,10 @@ _FUNCTION_KEYS = (
     "rope_pattern",
     "tie_embeddings",
 )
-"""Keys of a model section that change its function but not the shapes of its weights."""
+"""Attributes of a model section that change its function but not the shapes of its weights."""
+
+_WRITTEN = {"head_size": "head_dim"}
+"""Attribute -> the key that sets it, where it has another name."""
 
 
 def is_dense_checkpoint(folder: Path) -> bool:
@@ -148,7 +151,8 @@ class DenseCheckpoint:
         frequencies, which training on longer sequences may change.
         """
         return [
-            f"model.{key}={getattr(model, key)!r} is {getattr(self.model, key)!r} in the checkpoint; set it to that"
+            f"model.{_WRITTEN.get(key, key)}={getattr(model, key)!r} is {getattr(self.model, key)!r} in the "
+            "checkpoint; set it to that"
             for key in _FUNCTION_KEYS
             if getattr(model, key) != getattr(self.model, key)
         ]

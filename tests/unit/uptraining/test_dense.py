@@ -103,6 +103,11 @@ def test_every_differing_model_key_is_named(llama):
         "model.activation='gelu' is 'swiglu' in the checkpoint; set it to that",
         "model.norm_eps=0.5 is 1e-06 in the checkpoint; set it to that",
     ]
+    other = checkpoint.model.model_copy(update={"head_dim": 2 * checkpoint.model.head_size})
+    [line] = checkpoint.differing_keys(other)
+    assert line.startswith(
+        f"model.head_dim={other.head_dim} is {checkpoint.model.head_size} in the checkpoint"
+    )
 
 
 def test_only_the_vocabulary_is_padded_with_zeros(llama):
