@@ -135,7 +135,7 @@ PUBLISHED = {
     "lra/skyformer/pathfinder": (50_000, 128, 2e-4, None, 2, 64, 2, 32, 128),
     # FLuRKA, table 6; steps and width from Skyformer, whose training it takes over.
     "lra/flurka/listops": (50_000, 32, 1e-4, None, 2, 64, 2, 64, 128),
-    "lra/flurka/text": (50_000, 16, 1e-4, None, 2, 64, 2, 64, 128),
+    "lra/flurka/text": (50_000, 32, 1e-4, None, 2, 64, 2, 64, 128),
     "lra/flurka/retrieval": (50_000, 16, 2e-4, None, 2, 64, 2, 64, 128),
     "lra/flurka/image": (50_000, 256, 1e-4, None, 2, 64, 2, 64, 128),
     "lra/flurka/pathfinder": (50_000, 128, 2e-4, None, 2, 64, 2, 64, 128),
