@@ -269,7 +269,7 @@ def test_the_table_of_translations_says_what_was_cut():
 
 def test_a_model_that_does_not_translate_is_refused_by_the_task(corpus, tmp_path, capfd):
     config = write_language_model(tmp_path, corpus)
-    train(config, 1, "training.steps=1", "training.eval_samples=0")
+    assert main(["pretrain", str(config), "training.steps=1", "training.eval_samples=0"]) == 0
     _, _, following = capfd.readouterr().out.partition("done; next:")
     assert "megakernel generate" in following
     assert "megakernel evaluate" not in following, "without validation samples it measures nothing"
