@@ -1,4 +1,4 @@
-"""One token after its cache: it gathers its window and its chosen blocks, and copies nothing else."""
+"""One token after its cache: it gathers its window and its chosen blocks, and reads nothing else."""
 
 import torch
 from torch import Tensor
