@@ -134,6 +134,15 @@ def _checkpoint_problems(tree: Mapping[str, Any]) -> Iterator[Problem]:
             # DeepSpeed would write files in its own time, and a checkpoint would be complete before they are.
             reason = "chooses how DeepSpeed writes checkpoints, which Megakernel does by itself"
             yield Problem(f"deepspeed.{key}", value, reason, "remove it, and set checkpoint.async_save=true")
+    if checkpoint.get("load_universal"):
+        reason = "has DeepSpeed read files of another kind at the next start than it writes"
+        yield Problem("deepspeed.checkpoint.load_universal", True, reason, "remove it")
+    if zero.get("round_robin_gradients"):
+        # DeepSpeed records the places of weights as if they were in the model's order.
+        reason = (
+            "orders the weights otherwise than checkpoints record them, which would load as other weights"
+        )
+        yield Problem("deepspeed.zero_optimization.round_robin_gradients", True, reason, "remove it")
     key = "load_from_fp32_weights"
     if zero.get(key) is False:
         reason = "would continue from rounded weights, which a checkpoint does not have"

@@ -54,6 +54,11 @@ def test_a_key_that_deepspeed_would_not_look_at_is_refused(tree, line):
     [
         ({"checkpoint": {"writer": {"type": "fast", "decoupled": True}}}, "checkpoint.writer"),
         ({"datastates_ckpt": {"enabled": True}}, "datastates_ckpt"),
+        ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal"),
+        (
+            {"zero_optimization": {"round_robin_gradients": True}},
+            "zero_optimization.round_robin_gradients",
+        ),
         (
             {"zero_optimization": {"load_from_fp32_weights": False}},
             "zero_optimization.load_from_fp32_weights",

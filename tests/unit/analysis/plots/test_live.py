@@ -40,6 +40,15 @@ def test_plotting_during_training_does_not_change_the_model(dtype):
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
+def test_layers_are_plotted_in_evaluation_mode():
+    """In training a window may be closed for a step, and mixture keys would count these tokens for their M-step."""
+    model, modes = small_model("softmax").train(), []
+    model.layers[1].self_attention.core.register_forward_hook(lambda core, *_: modes.append(core.training))
+    attention_figures(model, labelled(1), length=16)
+    assert modes == [False] * len(modes) != []
+    assert all(module.training for module in model.modules())
+
+
 def test_ranks_that_draw_no_plots_run_the_same_forwards():
     model = small_model("softmax")
     runs = []
