@@ -10,7 +10,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 
 from data_pipeline import megatron_files, tokenizers
-from data_pipeline.manifest import FILE, Manifest, SplitRecord, check_same_tokenizer
+from data_pipeline.manifest import FILE, FileRecord, Manifest, SplitRecord, check_same_tokenizer
 from data_pipeline.token_files import INDEX_HEADER, INDEX_MAGIC, TokenFile, scored_prefix, token_file
 from data_pipeline.tokenizers import Tokenizer
 from data_pipeline.verification import TOKEN_TYPES, verify_split, verify_tokenizer
@@ -53,7 +53,14 @@ class PreparedCorpus:
 
     def record(self, split: str) -> SplitRecord:
         """Counts and files of an existing split."""
-        return self.manifest.splits[split if self.token_prefix is None else megatron_files.SPLIT]
+        return self.manifest.splits[self._recorded(split)]
+
+    def files(self, split: str) -> dict[str, FileRecord]:
+        """Name -> record of every file of an existing split."""
+        return self.manifest.files(self._recorded(split))
+
+    def _recorded(self, split: str) -> str:
+        return split if self.token_prefix is None else megatron_files.SPLIT
 
     def share(self, split: str) -> float:
         """Its weight, or the tokens of the split."""

@@ -51,7 +51,7 @@ def record(folder: Path, step: int, spec: str, result: TaskResult, tensorboard: 
         file.with_suffix(".png").write_bytes(plot)
     file.with_suffix(".md").write_text(result.table().markdown() + "\n", encoding="utf-8")
     # Last, because readers look for this file.
-    recorded = {"task": spec, **result.as_dict(), "scalars": result.scalars()} | {"task": spec}
+    recorded = {**result.as_dict(), "task": spec, "scalars": result.scalars()}
     write_atomically(file, json.dumps(recorded, indent=1) + "\n")
     if tensorboard:
         with (folder / "evaluation" / ".lock").open("a") as lock:

@@ -63,8 +63,5 @@ def _read(corpora: Corpora, evaluates: bool) -> Iterator[tuple[str, PreparedCorp
 
 def _digest(corpus: PreparedCorpus, split: str) -> str | None:
     """SHA-256 of the hashes of the split's files; None: they are not known (Megatron's files with data.verify off)."""
-    record = corpus.record(split)
-    files = [record.bin, record.idx, *([record.scored.bin, record.scored.idx] if record.scored else [])]
-    if not all(file.sha256 for file in files):
-        return None
-    return hashlib.sha256("".join(file.sha256 for file in files).encode()).hexdigest()
+    hashes = [file.sha256 for file in corpus.files(split).values()]
+    return hashlib.sha256("".join(hashes).encode()).hexdigest() if all(hashes) else None

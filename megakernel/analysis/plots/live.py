@@ -1,8 +1,5 @@
 """Plots of a model in training, cheap enough for every few thousand steps."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from matplotlib.figure import Figure
 
@@ -19,18 +16,6 @@ from .reach import mean_rows
 from .spectra import eigenvalue_rows, relative_singular_values, singular_value_rows
 from .subject import captured_attention, first_sequence
 from .table import Row
-
-
-@contextmanager
-def _evaluating(model: LanguageModel) -> Iterator[None]:
-    """Evaluation mode; a layer in training would close windows (near_dropout) or count its tokens for an M-step."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 @torch.no_grad()
@@ -54,8 +39,7 @@ def attention_figures(
     images: list[Row] = []
     values: list[Row] = []
     for layer, captured in captured_attention(model, first_sequence(inputs, length)).items():
-        with _evaluating(model):
-            weights = attention_matrix(captured)[:heads]
+        weights = attention_matrix(captured)[:heads]
         if not draw or not captured.is_finite:
             continue
         images += image_rows(layer, weights)

@@ -17,7 +17,7 @@ from megakernel.attention import AttentionLayer
 from megakernel.attention.low_rank import LowRankAttention
 from megakernel.ops.tensors import accum_dtype
 
-from .subject import CapturedAttention, Subject
+from .subject import CapturedAttention, Subject, evaluating
 from .table import Row
 
 
@@ -25,18 +25,19 @@ from .table import Row
 def attention_matrix(captured: CapturedAttention) -> Tensor:
     """Weights (H, N, N) of queries on tokens, float32 or better; 0 where a query does not see the key.
 
-    Weights on landmarks are mapped to their tokens by F. Costs N / D runs of the layer.
+    Weights on landmarks are mapped to their tokens by F. Costs N / D runs of the layer, in evaluation mode.
     """
     core, inputs = captured.core, captured.inputs
     dtype = accum_dtype(inputs.q.dtype)
     inputs = replace(inputs, q=inputs.q.to(dtype), k=inputs.k.to(dtype))
     batch, heads, count, width = inputs.v.shape
     columns = []
-    for first in range(0, count, width):
-        chunk = torch.arange(min(width, count - first), device=inputs.v.device)
-        values = torch.zeros(batch, heads, count, width, dtype=dtype, device=inputs.v.device)
-        values[:, :, first + chunk, chunk] = 1
-        columns.append(inputs.run(core, values)[0, ..., : len(chunk)])
+    with evaluating(core):
+        for first in range(0, count, width):
+            chunk = torch.arange(min(width, count - first), device=inputs.v.device)
+            values = torch.zeros(batch, heads, count, width, dtype=dtype, device=inputs.v.device)
+            values[:, :, first + chunk, chunk] = 1
+            columns.append(inputs.run(core, values)[0, ..., : len(chunk)])
     weights = torch.cat(columns, -1)
     return weights @ _landmarks_of_tokens(core, inputs.q) if core.compresses_input else weights
 

@@ -1,6 +1,7 @@
 """The input of an analysis: a model, samples, and the captured inputs of its attention layers."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -46,6 +47,18 @@ def first_sequence(layer_inputs: LayerInputs, length: int) -> LayerInputs:
     return tokens, positions.where(~from_other_rank, positions - positions[:, :1])
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode; in training, layers may close windows (near_dropout) or count tokens for an M-step."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
 @torch.no_grad()
 def captured_attention(model: LanguageModel, row: LayerInputs) -> dict[int, CapturedAttention]:
     """Layer -> its captured inputs and output for `row` (of `first_sequence`), with the heads of this tensor rank.
@@ -62,18 +75,15 @@ def captured_attention(model: LanguageModel, row: LayerInputs) -> dict[int, Capt
         return hook
 
     hooks = [core.register_forward_hook(hook_of(index)) for index, core in attention_cores(model).items()]
-    modes = {module: module.training for module in model.modules()}
-    shards = {module: module.cp_shard for module in modes if isinstance(module, SelfAttention)}
+    shards = {module: module.cp_shard for module in model.modules() if isinstance(module, SelfAttention)}
     try:
-        model.eval()
         for layer in shards:
             layer.cp_shard = WHOLE_SEQUENCE
-        model.body(row)
+        with evaluating(model):
+            model.body(row)
     finally:
         for hook in hooks:
             hook.remove()
-        for module, mode in modes.items():
-            module.training = mode
         for layer, cp_shard in shards.items():
             layer.cp_shard = cp_shard
     return captured
